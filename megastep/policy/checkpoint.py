@@ -1,0 +1,205 @@
+"""Checkpoints: model, optimizer, schedule and random state through `megatron.core.dist_checkpointing`.
+
+    root/step_12.partial/    being written
+    root/step_12/            whole: megastep.json was written last and the folder renamed
+        megastep.json        step, layout, model shape, the size of every file
+        *.distcp .metadata   tensors (torch_dist), independent of the layout that wrote them
+        common.pt            schedule, optimizer settings
+
+A killed save leaves only a `.partial` folder, which nobody reads. Loading checks megastep.json against the
+files first, so that a truncated or foreign folder is refused by name before any tensor is touched.
+
+Random state belongs to a layout: under another one the ranks start from the config's seed.
+"""
+
+import json
+import logging
+import os
+import random
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megastep.architecture import Architecture
+from megastep.policy import parallel
+
+MANIFEST = "megastep.json"
+FORMAT = 1
+# Megatron's layout-independent optimizer format, gathered over gloo instead of on the devices.
+_OPTIMIZER_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "chained_optim_avoid_prefix": True,
+}
+# What may differ between the run that saved and the run that loads: names of files and versions.
+_IRRELEVANT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures")
+
+
+class CheckpointError(ValueError):
+    """A folder that cannot be loaded; the message names it and the reason, in one line."""
+
+
+def latest(root: str | Path) -> Path | None:
+    """The newest whole checkpoint."""
+    found = whole_checkpoints(root)
+    return found[-1] if found else None
+
+
+def whole_checkpoints(root: str | Path) -> list[Path]:
+    """Oldest first. Partial folders do not match."""
+    folders = [p for p in Path(root).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
+    return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+class Saver:
+    """Saves, at most one in the background."""
+
+    def __init__(self):
+        self._queue: AsyncCallsQueue | None = None
+
+    def save(self, root: str | Path, worker, keep: int, in_background: bool) -> None:
+        self.finish()
+        final = Path(root) / f"step_{worker.step}"
+        partial = final.with_suffix(".partial")
+        if parallel.place().rank == 0:
+            for stale in (partial, final):
+                shutil.rmtree(stale, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        manifest = describe(worker.arch, worker.step, _layout(worker), with_optimizer=True)
+        request = dist_checkpointing.save(_state(worker, loading=False), str(partial), async_sharded_save=in_background)
+        if not in_background:
+            seal(partial, final, manifest, keep)
+            return
+        request.add_finalize_fn(lambda: seal(partial, final, manifest, keep))
+        self._queue = AsyncCallsQueue()
+        self._queue.schedule_async_request(request)
+
+    def finish(self) -> None:
+        """Wait for what is being written."""
+        if self._queue is not None:
+            self._queue.maybe_finalize_async_calls(blocking=True)
+            self._queue.close()
+            self._queue = None
+
+
+def _layout(worker) -> dict:
+    return {"ranks": dist.get_world_size(), **asdict(worker.config.policy.parallel)}
+
+
+def describe(arch: Architecture, step: int, layout: dict | None, with_optimizer: bool) -> dict:
+    return {"format": FORMAT, "step": step, "layout": layout, "with_optimizer": with_optimizer, "model": arch.hf}
+
+
+def seal(partial: Path, final: Path, manifest: dict, keep: int) -> None:
+    """All ranks have written: name the files, give the folder its name, drop old ones."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        files = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
+        (partial / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
+        os.replace(partial, final)
+        for old in whole_checkpoints(final.parent)[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def load(folder: str | Path, worker) -> None:
+    manifest = read_manifest(folder)
+    _refuse_other_model(folder, manifest["model"], worker.arch.hf)
+    with_random = manifest["layout"] == _layout(worker)
+    state = _state(worker, loading=True, with_optimizer=manifest["with_optimizer"], with_random=with_random)
+    state = dist_checkpointing.load(state, str(folder))
+    for i, chunk in enumerate(_unwrapped(worker)):
+        chunk.load_state_dict(state[f"model{i}"])
+    if manifest["with_optimizer"]:
+        worker.optimizer.load_state_dict(state["optimizer"])
+        worker.scheduler.load_state_dict(state["scheduler"])
+    else:
+        worker.optimizer.reload_model_params()  # master weights follow the loaded ones
+    if with_random:
+        _set_random_state(state["random"])
+    worker.step = manifest["step"]
+    dist.barrier()
+
+
+def read_manifest(folder: str | Path) -> dict:
+    """The checked description of a whole checkpoint."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such checkpoint")
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"{folder}: not a checkpoint of megastep, or one whose writing was interrupted: no {MANIFEST}")
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        version, files = manifest["format"], manifest["files"]
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
+        raise CheckpointError(f"{folder / MANIFEST}: not readable") from None
+    if version > FORMAT:
+        raise CheckpointError(f"{folder}: format {version} is newer than this megastep, which reads up to {FORMAT}")
+    for name, size in files.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found is None:
+            raise CheckpointError(f"{folder / name}: missing from the checkpoint")
+        if found != size:
+            raise CheckpointError(f"{folder / name}: truncated, {found} bytes of {size}")
+    return manifest
+
+
+def _refuse_other_model(folder, saved: dict, ours: dict) -> None:
+    for key in sorted(set(saved) | set(ours)):
+        if key not in _IRRELEVANT and saved.get(key) != ours.get(key):
+            raise CheckpointError(f"{folder}: is of another model: {key} is {saved.get(key)} there, {ours.get(key)} here")
+
+
+# ---------------------------------------------------------------- what is in it
+
+
+def _unwrapped(worker) -> list:
+    chunks = worker.chunks
+    while hasattr(chunks[0], "module"):
+        chunks = [chunk.module for chunk in chunks]
+    return chunks
+
+
+def _state(worker, loading: bool, with_optimizer: bool = True, with_random: bool = True) -> dict:
+    metadata = {**_OPTIMIZER_FORMAT, "dp_cp_group": parallel.data_group()}
+    state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(_unwrapped(worker))}
+    if with_optimizer:
+        model = dict(state)
+        state["optimizer"] = worker.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+        state["scheduler"] = worker.scheduler.state_dict()
+    if with_random:
+        place = parallel.place()
+        state["random"] = ShardedObject("random", _random_state(), (place.world,), (place.rank,))
+    return state
+
+
+def _random_state() -> dict:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def _set_random_state(state: dict) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
+
+logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)

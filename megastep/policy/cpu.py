@@ -1,0 +1,236 @@
+"""What lets Megatron-Core 0.16 run on gloo, on a machine without CUDA.
+
+Megatron-Core names CUDA in a few dozen places that have nothing to do with kernels: "the device of
+this rank", "wait for the stream", "the generator that dropout uses". On a CPU each has an obvious
+meaning, and `install()` supplies it:
+
+    torch, as Megatron's modules see it   a copy of the module whose `cuda` answers for the CPU and
+                                          whose factories read `device="cuda"` as the CPU
+    Tensor.cuda                           returns the tensor, as it is where it should be
+    a handful of functions                replaced one by one, each with the line it answers
+
+The real `torch` module is not touched, so libraries beside Megatron see what they always saw (except for
+`Tensor.cuda`, which raised). With CUDA present `install()` does nothing at all.
+
+Call it before a Megatron model is built; it can be called again at no cost.
+"""
+
+import contextlib
+import os
+import sys
+import types
+
+import torch
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
+
+
+def install() -> bool:
+    """Apply the stand-ins if there is no CUDA. Returns whether they are in force."""
+    if torch.cuda.is_available():
+        return False
+    _avoid_amx()
+    _run_fused_functions_eagerly()
+    _import_what_is_patched()
+    _patch_random_state()
+    _patch_moe()
+    _patch_optimizer_type_names()
+    _patch_torch_adam_loading()
+    _show_cpu_torch_to_megatron()
+    # language_module.py:244 (second copy of a tied embedding), exchange_utils.py:336: methods, which no view covers.
+    torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
+    return True
+
+
+def _avoid_amx() -> None:
+    """Some virtual machines announce AMX and then kill the process at the first bf16 product (SIGILL).
+
+    oneDNN reads the variable when it is first used.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+
+def _run_fused_functions_eagerly() -> None:
+    """megatron/core/jit.py decorates small functions with torch.compile.
+
+    On a CPU that starts a C++ compiler per process for functions that are cheap anyway.
+    """
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+
+
+def _import_what_is_patched() -> None:
+    """Megatron imports some modules late; they must be loaded before they can be given our torch."""
+    import megatron.core.dist_checkpointing.strategies.async_utils
+    import megatron.core.dist_checkpointing.strategies.filesystem_async
+    import megatron.core.dist_checkpointing.strategies.fully_parallel
+    import megatron.core.dist_checkpointing.strategies.state_dict_saver
+    import megatron.core.distributed
+    import megatron.core.models.gpt.gpt_model
+    import megatron.core.optimizer.distrib_optimizer
+    import megatron.core.pipeline_parallel.schedules
+    import megatron.core.transformer.moe.moe_layer  # noqa: F401
+
+
+def _patch_random_state() -> None:
+    """tensor_parallel/random.py:38,71 read and write the state of a CUDA generator by its index."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def _patch_moe() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # moe_utils.py, RouterGatingLinearFunction: tests this name, which exists only with Transformer Engine.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    # moe_utils.py:1093 converts to numpy only what it moved off a GPU; the all-to-all wants numpy splits.
+    def to_host(tensor, as_numpy=False, record_stream=False):
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _patch_optimizer_type_names() -> None:
+    """distrib_optimizer.py:361,420,582, optimizer.py:671, clip_grads.py:167 compare with 'torch.cuda.FloatTensor'."""
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+
+    for function in (
+        clip_grads.clip_grad_by_total_norm_fp32,
+        distrib_optimizer.DistributedOptimizer.__init__,
+        distrib_optimizer.DistributedOptimizer._build_model_and_main_param_groups,
+        optimizer.Float16OptimizerWithFloat16Params.__init__,
+    ):
+        function = getattr(function, "__func__", function)  # a class method's own function
+        code = function.__code__
+        function.__code__ = code.replace(co_consts=tuple(_cpu_type_names(c) for c in code.co_consts))
+
+
+def _cpu_type_names(constant):
+    if isinstance(constant, str):
+        return constant.replace("torch.cuda.", "torch.")
+    if isinstance(constant, tuple):
+        return tuple(_cpu_type_names(c) for c in constant)
+    return constant
+
+
+def _patch_torch_adam_loading() -> None:
+    """Two places in distrib_optimizer.py know the `step` of torch's AdamW, which FusedAdam does not keep, only by half."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    set_state, load_state_dict = DistributedOptimizer._set_main_param_and_optimizer_states, DistributedOptimizer.load_state_dict
+
+    def set_state_but_step(self, model_param, tensors):
+        # :938 copies every key of the state; the loaded tensors never hold `step` (:2101 leaves it out).
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        set_state(self, model_param, {"step": state["step"], **tensors})
+
+    def load_with_own_steps(self, state_dict):
+        # :825 gives one `step` tensor to all parameters; each would advance it once per update.
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    if set_state.__name__ != set_state_but_step.__name__:
+        DistributedOptimizer._set_main_param_and_optimizer_states = set_state_but_step
+        DistributedOptimizer.load_state_dict = load_with_own_steps
+
+
+def _show_cpu_torch_to_megatron() -> None:
+    """Every loaded module of Megatron gets the CPU's view of torch under the name `torch`."""
+    view = _cpu_view_of_torch()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = view
+
+
+def _cpu_view_of_torch() -> types.ModuleType:
+    view = types.ModuleType("torch")
+    view.__dict__.update(vars(torch))
+    view.__getattr__ = lambda name: getattr(torch, name)  # what torch itself loads late
+    view.cuda = _CpuAsCuda()
+    for name in _FACTORIES:
+        setattr(view, name, _on_cpu(getattr(torch, name)))
+    return view
+
+
+def _on_cpu(factory):
+    def create(*args, device=None, **kwargs):
+        if device is not None and str(device).startswith("cuda"):
+            device = None
+        return factory(*args, **kwargs) if device is None else factory(*args, device=device, **kwargs)
+
+    return create
+
+
+class _Stream:
+    """Work on a CPU is done when the call returns: streams and events have nothing to wait for."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def record_event(self, event=None):
+        return _Stream()
+
+    def record(self, stream=None):
+        pass
+
+    def wait(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+class _CpuAsCuda:
+    """`torch.cuda` for Megatron: this rank's device is the CPU, its generator the CPU's."""
+
+    Stream = _Stream
+    Event = _Stream
+    _stream = _Stream()
+
+    def current_device(self):
+        return torch.device("cpu")
+
+    def device_count(self):
+        return 1
+
+    def set_device(self, device):
+        pass
+
+    def synchronize(self, device=None):
+        pass
+
+    def empty_cache(self):
+        pass
+
+    def current_stream(self, device=None):
+        return self._stream
+
+    default_stream = current_stream
+
+    def stream(self, stream):
+        return contextlib.nullcontext()
+
+    def manual_seed(self, seed):
+        torch.default_generator.manual_seed(seed)
+
+    def get_rng_state(self, device="cuda"):
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state, device="cuda"):
+        torch.set_rng_state(state)
+
+    def __getattr__(self, name):
+        return getattr(torch.cuda, name)

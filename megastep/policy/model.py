@@ -1,0 +1,231 @@
+"""A Megatron-Core GPTModel from an Architecture. The one place that chooses between CPU and CUDA specs.
+
+    CUDA    Transformer Engine's layers, grouped expert GEMMs
+    CPU     Megatron's local layers with an RMSNorm and an attention of ours
+
+Both give the same parameters under the same checkpoint keys.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megastep.architecture import Architecture, rope_type
+from megastep.config import ParallelConfig
+from megastep.policy import parallel
+from megastep.policy.attention import CausalAttention
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_model(arch: Architecture, layout: ParallelConfig, precision: str = "fp32") -> list[GPTModel]:
+    """This rank's part of the model, one GPTModel per virtual pipeline stage.
+
+    Under `with torch.device("meta")` nothing is allocated.
+    """
+    on_meta = torch.get_default_device().type == "meta"
+    inverse_frequencies, softmax_scale = _rope(arch)
+    config = transformer_config(arch, layout, precision, softmax_scale, initialize=not on_meta)
+    chunks = []
+    for stage in range(layout.virtual):
+        virtual_stage = stage if layout.virtual > 1 else None
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=layer_spec(config, virtual_stage),
+            vocab_size=arch.padded_vocab,
+            max_sequence_length=arch.max_positions,
+            pre_process=parallel.has_embedding(stage),
+            post_process=parallel.has_head(stage),
+            share_embeddings_and_output_weights=arch.tied,
+            position_embedding_type="rope",
+            vp_stage=virtual_stage,
+        )
+        chunk.rotary_pos_emb.inv_freq = inverse_frequencies
+        if parallel.has_head(stage):
+            _silence_vocab_padding(chunk, arch)
+        chunks.append(chunk)
+    return chunks
+
+
+def wrap_for_training(chunks: list[GPTModel], precision: str) -> list[DistributedDataParallel]:
+    """Cast and put Megatron's data parallelism around each chunk; gradients are summed in fp32."""
+    config = chunks[0].config
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, average_in_collective=False
+    )
+    wrapped = [Float16Module(config, chunk) if precision == "bf16" else chunk for chunk in chunks]
+    return [
+        DistributedDataParallel(config=config, ddp_config=ddp, module=chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(wrapped)
+    ]
+
+
+def transformer_config(
+    arch: Architecture, layout: ParallelConfig, precision: str, softmax_scale: float | None, initialize: bool = True
+) -> TransformerConfig:
+    dtype = PRECISIONS[precision]
+    on_cuda = torch.cuda.is_available()
+    return TransformerConfig(
+        num_layers=arch.layers,
+        hidden_size=arch.hidden,
+        ffn_hidden_size=arch.ffn_hidden,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.kv_heads,
+        kv_channels=arch.head_dim,
+        softmax_scale=softmax_scale,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        qk_layernorm=arch.qk_norm,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=arch.all_bias,
+        add_qkv_bias=arch.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=arch.init_std,
+        **_expert_settings(arch, on_cuda),
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.tensor > 1,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        pipeline_model_parallel_layout=_pipeline_layout(layout),
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
+        context_parallel_size=layout.context,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=precision == "bf16",
+        # Losses are sums of weighted terms; nothing may divide them by tokens or micro-batches.
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,
+        # With interleaved stages two ranks exchange several tensors at once; only the unbatched calls,
+        # which Megatron ties to overlap, keep them in order between the same two ranks.
+        overlap_p2p_comm=layout.virtual > 1,
+        batch_p2p_comm=layout.virtual == 1,
+        perform_initialization=initialize,
+        # The same weights for one seed under every tensor-parallel size; slow only for large models.
+        use_cpu_initialization=not on_cuda,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=on_cuda,
+        bias_activation_fusion=on_cuda,
+        bias_dropout_fusion=on_cuda,
+        apply_rope_fusion=False,
+    )
+
+
+def _expert_settings(arch: Architecture, on_cuda: bool) -> dict:
+    if arch.experts is None:
+        # Megatron checks the dispatcher against variable lengths even without experts.
+        return dict(moe_token_dispatcher_type="alltoall")
+    return dict(
+        num_moe_experts=arch.experts.count,
+        moe_router_topk=arch.experts.top_k,
+        moe_ffn_hidden_size=arch.experts.hidden,
+        moe_layer_freq=[int(has) for has in arch.experts.layers],
+        # Softmax over the chosen logits equals softmax over all, renormalized over the chosen.
+        moe_router_pre_softmax=not arch.experts.normalize_top_k,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=on_cuda,
+    )
+
+
+def _pipeline_layout(layout: ParallelConfig) -> list[list[str]] | None:
+    if layout.layers_per_stage is None or layout.pipeline == 1:
+        return None
+    stages = [["decoder"] * n for n in layout.layers_per_stage]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
+
+
+# ---------------------------------------------------------------- layers
+
+
+def layer_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    """CUDA: Transformer Engine's layers, not run on a GPU yet. CPU: Megatron's local layers with our parts."""
+    if torch.cuda.is_available():
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=virtual_stage)
+    moe_layers = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    specs = [_cpu_layer(config, config.num_moe_experts if moe else None) for moe in moe_layers]
+    first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
+    count = get_num_layers_to_build(config, vp_stage=virtual_stage)
+    return TransformerBlockSubmodules(layer_specs=specs[first : first + count], layer_norm=RMSNorm)
+
+
+def _cpu_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = RMSNorm
+    layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if attention.q_layernorm is not IdentityOp:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    # Checkpoint keys as Transformer Engine's layers have them: the norm before the linear layer is
+    # part of it, except before experts.
+    layer.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if experts is None:
+        layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return spec
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm with the mark that makes Megatron sum its gradient over sequence-parallel ranks.
+
+    Megatron's wrapper of torch's norm refuses sequence parallelism for want of that mark.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def _silence_vocab_padding(chunk: GPTModel, arch: Architecture) -> None:
+    """Rows beyond the vocabulary get no probability; without this they would leak into every softmax."""
+    if arch.padded_vocab == arch.vocab:
+        return
+    place = parallel.place()
+    first_row = place.tensor * arch.padded_vocab // place.tensor_size
+
+    def hide(module, inputs, output):
+        logits, bias = output
+        gathered = logits.shape[-1] == arch.padded_vocab
+        real = max(0, arch.vocab - (0 if gathered else first_row))
+        logits[..., real:] = torch.finfo(logits.dtype).min
+        return logits, bias
+
+    chunk.output_layer.register_forward_hook(hide)
+
+
+def _rope(arch: Architecture) -> tuple[torch.Tensor, float | None]:
+    """Frequencies [head_dim / 2] and, for yarn, the attention scale, both as transformers computes them.
+
+    transformers multiplies cos and sin by a factor: queries and keys both carry it, so the scores
+    carry its square, and the softmax scale is where Megatron can be told.
+    """
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
+        Path(folder, "config.json").write_text(json.dumps(arch.hf))
+        config = AutoConfig.from_pretrained(folder)
+        kind = rope_type(arch.hf)
+        if kind == "default":
+            theta = config.rope_parameters["rope_theta"]
+            exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
+            return 1.0 / theta**exponents, None
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+    return frequencies, None if factor == 1.0 else factor**2 / arch.head_dim**0.5

@@ -1,0 +1,145 @@
+"""Where this rank sits. The only module that reads Megatron's parallel state.
+
+    world = tensor × context × data × pipeline              for attention and dense layers
+          = expert_tensor × expert × expert_data × pipeline  for experts
+
+Everything else asks `place()` for numbers and the functions below for process groups.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megastep.config import ParallelConfig
+from megastep.policy import cpu
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's coordinates; each `_size` is the extent of the axis."""
+
+    rank: int
+    world: int
+    tensor: int
+    tensor_size: int
+    pipeline: int
+    pipeline_size: int
+    virtual_size: int
+    data: int
+    data_size: int
+    expert: int
+    expert_size: int
+    expert_tensor: int
+    expert_tensor_size: int
+
+
+def start(layout: ParallelConfig, rank: int, world: int, address: str = "127.0.0.1:29500", backend: str | None = None,
+          timeout_s: int = 600) -> None:
+    """Join the process group and lay Megatron's groups over it. nccl with CUDA, gloo without."""
+    on_cpu = cpu.install()
+    if not dist.is_initialized():
+        if not on_cpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group(
+            backend or ("gloo" if on_cpu else "nccl"),
+            init_method=f"tcp://{address}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    lay_groups(layout)
+
+
+def lay_groups(layout: ParallelConfig) -> None:
+    """Megatron's groups over the running process group; replaces those of an earlier layout."""
+    if mpu.is_initialized():
+        mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
+        create_gloo_process_groups=True,  # checkpoints gather optimizer state over them
+    )
+
+
+def stop() -> None:
+    if mpu.is_initialized():
+        mpu.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """One stream per pipeline stage; inside it Megatron keeps tensor-parallel ranks apart where they must be."""
+    stage_seed = seed + 100 * mpu.get_pipeline_model_parallel_rank()
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def place() -> Place:
+    return Place(
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        tensor=mpu.get_tensor_model_parallel_rank(),
+        tensor_size=mpu.get_tensor_model_parallel_world_size(),
+        pipeline=mpu.get_pipeline_model_parallel_rank(),
+        pipeline_size=mpu.get_pipeline_model_parallel_world_size(),
+        virtual_size=mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
+        data=mpu.get_data_parallel_rank(),
+        data_size=mpu.get_data_parallel_world_size(),
+        expert=mpu.get_expert_model_parallel_rank(),
+        expert_size=mpu.get_expert_model_parallel_world_size(),
+        expert_tensor=mpu.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=mpu.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def has_embedding(virtual_stage: int) -> bool:
+    return mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage)
+
+
+def has_head(virtual_stage: int) -> bool:
+    return mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)
+
+
+def on_last_stage() -> bool:
+    return mpu.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def groups() -> ProcessGroupCollection:
+    """All of Megatron's groups, for the parts of Megatron that take them as an argument."""
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def data_group():
+    return mpu.get_data_parallel_group(with_context_parallel=True)
+
+
+def tensor_group():
+    return mpu.get_tensor_model_parallel_group()
+
+
+def pipeline_group():
+    return mpu.get_pipeline_model_parallel_group()
+
+
+def expert_group():
+    return mpu.get_expert_model_parallel_group()
+
+
+def expert_tensor_group():
+    return mpu.get_expert_tensor_parallel_group()
+
+
+def last_stage_rank() -> int:
+    """Global rank of the last pipeline stage in this rank's pipeline."""
+    return mpu.get_pipeline_model_parallel_last_rank()

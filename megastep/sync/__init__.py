@@ -1,0 +1,1 @@
+"""Weights between Hugging Face files, Megatron's shards and the rollout engines."""

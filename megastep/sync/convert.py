@@ -1,0 +1,358 @@
+"""Hugging Face tensors ↔ Megatron parameters, as tables.
+
+A `Rule` says which HF tensors make one Megatron parameter, and a `Form` says how: it joins them into one
+*logical* tensor in which tensor parallelism cuts evenly along a single axis. A rank's parameter is its
+cut of that tensor, flattened:
+
+    form      logical tensor                       cut along   local parameter
+    Whole     [..]                                 –           the same on every rank
+    Columns   [out, in]                            0           [out/n, in]
+    Rows      [out, in]                            1           [out, in/n]
+    Vocab     [padded vocab, H]                    0           [padded/n, H]
+    GateUp    [2, F, H]   gate, then up            1           [2·F/n, H]
+    QKV       [groups, q heads + k + v, D, H]      0           [groups/n · (q+2) · D, H]
+
+`rows_of(arch)` expands a family's table for every layer and expert. Import, export, checkpoint
+conversion and weight sync all read the same rows. Invariants, held by the tests:
+
+    every Megatron parameter has exactly one row, every HF tensor is in exactly one row
+    (the second copy of a tied embedding, on the last pipeline stage, is the one exception);
+    HF → Megatron → HF is bit-exact under every layout.
+
+Why not `mbridge` 0.15: its tables name Transformer Engine's parameters only and its models are built with
+Transformer Engine's layers, so it cannot serve on a CPU; it reads `rope_theta` from configs where
+transformers 5 no longer has it; and its tables are woven into methods that talk to process groups, so they
+can be used neither on the meta device nor on a checkpoint in a file.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megastep.architecture import Architecture
+from megastep.policy import parallel
+
+
+class ConvertError(ValueError):
+    """Weights that do not fit the model; the message names the tensor, in one line."""
+
+
+# ---------------------------------------------------------------- forms
+
+
+class Whole:
+    """One HF tensor, the same on every tensor-parallel rank."""
+
+    axis: int | None = None
+
+    def join(self, tensors: list[Tensor], arch: Architecture) -> Tensor:
+        return tensors[0]
+
+    def part(self, logical: Tensor, arch: Architecture) -> list[Tensor]:
+        return [logical]
+
+    def flatten(self, cut: Tensor) -> Tensor:
+        """A cut of the logical tensor as a rank's parameter."""
+        return cut
+
+    def unflatten(self, local: Tensor, arch: Architecture) -> Tensor:
+        """A rank's parameter as its cut of the logical tensor."""
+        return local
+
+
+class Columns(Whole):
+    axis = 0
+
+
+class Rows(Whole):
+    axis = 1
+
+
+class Vocab(Columns):
+    """Padding rows are zero; they exist in Megatron only."""
+
+    def join(self, tensors, arch):
+        missing = arch.padded_vocab - arch.vocab
+        return torch.nn.functional.pad(tensors[0], (0, 0, 0, missing)) if missing else tensors[0]
+
+    def part(self, logical, arch):
+        return [logical[: arch.vocab]]
+
+
+class GateUp(Whole):
+    """The two input matrices of a gated feed-forward layer (or their biases), side by side on every rank."""
+
+    axis = 1
+
+    def join(self, tensors, arch):
+        return torch.stack(tensors)
+
+    def part(self, logical, arch):
+        return list(logical)
+
+    def flatten(self, cut):
+        return cut.flatten(0, 1)
+
+    def unflatten(self, local, arch):
+        return local.unflatten(0, (2, -1))
+
+
+class QKV(Whole):
+    """Query groups interleaved: each group's query heads, then its key head, then its value head."""
+
+    axis = 0
+
+    def join(self, tensors, arch):
+        return torch.cat([t.unflatten(0, (arch.kv_heads, -1, arch.head_dim)) for t in tensors], dim=1)
+
+    def part(self, logical, arch):
+        q_heads = arch.heads // arch.kv_heads
+        return [t.flatten(0, 2) for t in logical.split([q_heads, 1, 1], dim=1)]
+
+    def flatten(self, cut):
+        return cut.flatten(0, 2)
+
+    def unflatten(self, local, arch):
+        return local.unflatten(0, (-1, arch.heads // arch.kv_heads + 2, arch.head_dim))
+
+
+# ---------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`hf` pairs a tensor's name with its shape: H hidden, Q query width, K key width, D head, F feed-forward
+    width, X expert width, E experts, V vocabulary."""
+
+    megatron: str
+    form: Whole
+    hf: tuple[tuple[str, str], ...]
+    when: str = ""  # a flag of Architecture that must be set; "!flag": must not be
+    layers: str = "all"  # all | dense | moe
+
+
+EMBEDDING = (
+    Rule("embedding.word_embeddings.weight", Vocab(), (("model.embed_tokens.weight", "V H"),)),
+    Rule("decoder.final_layernorm.weight", Whole(), (("model.norm.weight", "H"),)),
+    Rule("output_layer.weight", Vocab(), (("lm_head.weight", "V H"),), when="!tied"),
+    # The last pipeline stage keeps a second copy of a tied embedding.
+    Rule("output_layer.weight", Vocab(), (("model.embed_tokens.weight", "V H"),), when="tied"),
+)
+_M, _A = "decoder.layers.{layer}.", "model.layers.{layer}.self_attn."
+ATTENTION = (
+    Rule(_M + "input_layernorm.weight", Whole(), (("model.layers.{layer}.input_layernorm.weight", "H"),)),
+    Rule(_M + "self_attention.linear_qkv.weight", QKV(),
+         ((_A + "q_proj.weight", "Q H"), (_A + "k_proj.weight", "K H"), (_A + "v_proj.weight", "K H"))),
+    Rule(_M + "self_attention.linear_qkv.bias", QKV(),
+         ((_A + "q_proj.bias", "Q"), (_A + "k_proj.bias", "K"), (_A + "v_proj.bias", "K")), when="qkv_bias"),
+    Rule(_M + "self_attention.q_layernorm.weight", Whole(), ((_A + "q_norm.weight", "D"),), when="qk_norm"),
+    Rule(_M + "self_attention.k_layernorm.weight", Whole(), ((_A + "k_norm.weight", "D"),), when="qk_norm"),
+    Rule(_M + "self_attention.linear_proj.weight", Rows(), ((_A + "o_proj.weight", "H Q"),)),
+    Rule(_M + "self_attention.linear_proj.bias", Whole(), ((_A + "o_proj.bias", "H"),), when="all_bias"),
+    Rule(_M + "pre_mlp_layernorm.weight", Whole(), (("model.layers.{layer}.post_attention_layernorm.weight", "H"),)),
+)  # fmt: skip
+_F = "model.layers.{layer}.mlp."
+DENSE = (
+    Rule(_M + "mlp.linear_fc1.weight", GateUp(),
+         ((_F + "gate_proj.weight", "F H"), (_F + "up_proj.weight", "F H")), layers="dense"),
+    Rule(_M + "mlp.linear_fc1.bias", GateUp(),
+         ((_F + "gate_proj.bias", "F"), (_F + "up_proj.bias", "F")), layers="dense", when="all_bias"),
+    Rule(_M + "mlp.linear_fc2.weight", Rows(), ((_F + "down_proj.weight", "H F"),), layers="dense"),
+    Rule(_M + "mlp.linear_fc2.bias", Whole(), ((_F + "down_proj.bias", "H"),), layers="dense", when="all_bias"),
+)  # fmt: skip
+
+
+def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """The expert layers of a family that keeps them in `block` under these names."""
+    router, one = f"model.layers.{{layer}}.{block}.gate.weight", f"model.layers.{{layer}}.{block}.experts.{{expert}}."
+    local = _M + "mlp.experts.local_experts.{expert}."
+    return (
+        Rule(_M + "mlp.router.weight", Whole(), ((router, "E H"),), layers="moe"),
+        Rule(local + "linear_fc1.weight", GateUp(),
+             ((f"{one}{gate}.weight", "X H"), (f"{one}{up}.weight", "X H")), layers="moe"),
+        Rule(local + "linear_fc2.weight", Rows(), ((f"{one}{down}.weight", "H X"),), layers="moe"),
+    )  # fmt: skip
+
+
+TABLES: dict[str, tuple[Rule, ...]] = {
+    "llama": EMBEDDING + ATTENTION + DENSE,
+    "qwen2": EMBEDDING + ATTENTION + DENSE,
+    "qwen3": EMBEDDING + ATTENTION + DENSE,
+    "qwen3_moe": EMBEDDING + ATTENTION + DENSE + experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": EMBEDDING + ATTENTION + experts("block_sparse_moe", "w1", "w3", "w2"),
+}
+
+# Transformer Engine's layers hold a norm inside the linear layer after it, and experts as numbered weights.
+_TE_NAMES = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), r"input_layernorm.weight"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), r"pre_mlp_layernorm.weight"),
+    (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.\1.weight"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One Megatron parameter, under its name in the whole model, and the HF tensors it is made of."""
+
+    megatron: str
+    form: Whole
+    hf: tuple[tuple[str, tuple[int, ...]], ...]  # name, shape
+    is_expert: bool
+    is_copy: bool  # of a tensor that another row exports
+
+
+def rows_of(arch: Architecture) -> dict[str, Row]:
+    """Every row of the model, by Megatron name, in order of depth."""
+    rows: dict[str, Row] = {}
+    rules = [r for r in TABLES[arch.family] if _applies(r, arch)]
+    for rule in rules:
+        if "{layer}" not in rule.megatron:
+            _add(rows, rule, arch)
+    for layer in range(arch.layers):
+        kinds = ("all", "moe" if arch.is_moe_layer(layer) else "dense")
+        for rule in rules:
+            if "{layer}" in rule.megatron and rule.layers in kinds:
+                for expert in range(arch.experts.count) if "{expert}" in rule.megatron else (None,):
+                    _add(rows, rule, arch, layer, expert)
+    return rows
+
+
+def _applies(rule: Rule, arch: Architecture) -> bool:
+    flag = rule.when.removeprefix("!")
+    return not flag or getattr(arch, flag) != rule.when.startswith("!")
+
+
+def _add(rows: dict[str, Row], rule: Rule, arch: Architecture, layer=None, expert=None) -> None:
+    sizes = {
+        "H": arch.hidden, "Q": arch.heads * arch.head_dim, "K": arch.kv_heads * arch.head_dim, "D": arch.head_dim,
+        "F": arch.ffn_hidden, "V": arch.vocab,
+        "E": arch.experts and arch.experts.count, "X": arch.experts and arch.experts.hidden,
+    }  # fmt: skip
+    name = rule.megatron.format(layer=layer, expert=expert)
+    rows[name] = Row(
+        megatron=name,
+        form=rule.form,
+        hf=tuple(
+            (hf.format(layer=layer, expert=expert), tuple(sizes[s] for s in shape.split())) for hf, shape in rule.hf
+        ),
+        is_expert=expert is not None,
+        is_copy=rule.when == "tied",
+    )
+
+
+# ---------------------------------------------------------------- one parameter
+
+
+def to_megatron(row: Row, read, arch: Architecture, cut: int = 0, cuts: int = 1) -> Tensor:
+    """Cut number `cut` of `cuts` of the parameter, from `read(hf_name)`, as Megatron holds it."""
+    tensors = []
+    for name, shape in row.hf:
+        tensor = read(name)
+        if tuple(tensor.shape) != shape:
+            raise ConvertError(f"tensor {name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
+        tensors.append(tensor)
+    logical = row.form.join(tensors, arch)
+    if row.form.axis is not None:
+        logical = logical.chunk(cuts, dim=row.form.axis)[cut]
+    return row.form.flatten(logical)
+
+
+def from_megatron(row: Row, cuts: list[Tensor], arch: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """HF name and tensor of each part, from the parameter's cuts in rank order."""
+    parts = [row.form.unflatten(cut, arch) for cut in cuts]
+    logical = torch.cat(parts, dim=row.form.axis) if len(parts) > 1 else parts[0]
+    for (name, shape), tensor in zip(row.hf, row.form.part(logical, arch), strict=True):
+        assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)} instead of {shape}"
+        yield name, tensor.contiguous()
+
+
+# ---------------------------------------------------------------- a live model
+
+
+def named_rows(chunks: list, arch: Architecture) -> Iterator[tuple[Row, Tensor]]:
+    """This rank's parameters, each with its row."""
+    rows = rows_of(arch)
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            yield rows[global_name(name, chunk, arch)], param
+
+
+def global_name(name: str, chunk, arch: Architecture) -> str:
+    """A local parameter's name in the whole model: wrappers off, layer and expert counted from the first."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    for pattern, canonical in _TE_NAMES:
+        name = pattern.sub(canonical, name)
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+
+    def global_layer(match):
+        return f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}."
+
+    def global_expert(match):
+        place = parallel.place()
+        return f"local_experts.{place.expert * arch.experts.count // place.expert_size + int(match[1])}."
+
+    name = re.sub(r"^decoder\.layers\.(\d+)\.", global_layer, name)
+    return re.sub(r"local_experts\.(\d+)\.", global_expert, name)
+
+
+def load_hf(chunks: list, arch: Architecture, read) -> None:
+    """Fill this rank's parameters from `read(hf_name) -> tensor`. No communication."""
+    place = parallel.place()
+    with torch.no_grad():
+        for row, param in named_rows(chunks, arch):
+            cut, cuts = _cut_of(row, place)
+            param.copy_(to_megatron(row, read, arch, cut, cuts))
+
+
+def export_hf(chunks: list, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """The whole model as HF tensors, one at a time, on rank 0; every rank must run through the iterator.
+
+    On the other ranks it yields nothing. Memory: one parameter.
+    """
+    place = parallel.place()
+    local = {row.megatron: param.detach() for row, param in named_rows(chunks, arch)}
+    holders = _holders(local, place)
+    for name, row in rows_of(arch).items():
+        if row.is_copy:
+            continue
+        cuts = [_bring_to_rank_0(local.get(name), *holder, place.rank) for holder in _needed(row, holders[name])]
+        if place.rank == 0:
+            yield from from_megatron(row, cuts, arch)
+
+
+def _needed(row: Row, holders: list) -> list:
+    return holders if row.form.axis is not None else holders[:1]
+
+
+def _cut_of(row: Row, place: parallel.Place) -> tuple[int, int]:
+    return (place.expert_tensor, place.expert_tensor_size) if row.is_expert else (place.tensor, place.tensor_size)
+
+
+def _holders(local: dict[str, Tensor], place: parallel.Place) -> dict[str, list]:
+    """For every parameter the (rank, shape, dtype) of its cuts, in order; of replicas the first."""
+    everywhere: list = [None] * place.world
+    dist.all_gather_object(everywhere, (place, {name: (p.shape, p.dtype) for name, p in local.items()}))
+    holders: dict[str, dict[int, tuple]] = {}
+    for where, held in everywhere:
+        for name, (shape, dtype) in held.items():
+            cut = where.expert_tensor if ".local_experts." in name else where.tensor
+            holders.setdefault(name, {}).setdefault(cut, (where.rank, shape, dtype))
+    return {name: [cuts[cut] for cut in sorted(cuts)] for name, cuts in holders.items()}
+
+
+def _bring_to_rank_0(tensor: Tensor | None, holder: int, shape, dtype, me: int) -> Tensor | None:
+    if holder == 0:
+        return tensor if me == 0 else None
+    if me == holder:
+        dist.send(tensor.contiguous(), dst=0)
+    elif me == 0:
+        tensor = torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+        dist.recv(tensor, src=holder)
+        return tensor
+    return None
