@@ -3,6 +3,7 @@
     root/step_12.partial/    being written
     root/step_12/            whole: megastep.json was written last and the folder renamed
         megastep.json        step, layout, model shape, the size of every file
+        hf/                  config.json and tokenizer, so that an export needs nothing else
         *.distcp .metadata   tensors (torch_dist), independent of the layout that wrote them
         common.pt            schedule, optimizer settings
 
@@ -31,11 +32,14 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megastep.architecture import Architecture
 from megastep.policy import parallel
+from megastep.sync.hf_files import copy_companions
 
 MANIFEST = "megastep.json"
+HF = "hf"
 FORMAT = 1
-# Megatron's layout-independent optimizer format, gathered over gloo instead of on the devices.
-_OPTIMIZER_FORMAT = {
+_FORMAT_OPTIONS = {
+    "non_homogeneous_layers": True,  # each layer under its own key, whatever the family
+    # Megatron's layout-independent optimizer format, gathered over gloo instead of on the devices.
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
@@ -74,6 +78,7 @@ class Saver:
             for stale in (partial, final):
                 shutil.rmtree(stale, ignore_errors=True)
             partial.mkdir(parents=True)
+            copy_companions(worker.config.model.path, partial / HF)
         dist.barrier()
         manifest = describe(worker.arch, worker.step, _layout(worker), with_optimizer=True)
         request = dist_checkpointing.save(_state(worker, loading=False), str(partial), async_sharded_save=in_background)
@@ -104,12 +109,16 @@ def seal(partial: Path, final: Path, manifest: dict, keep: int) -> None:
     """All ranks have written: name the files, give the folder its name, drop old ones."""
     dist.barrier()
     if dist.get_rank() == 0:
-        files = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
-        (partial / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
+        write_manifest(partial, manifest)
         os.replace(partial, final)
         for old in whole_checkpoints(final.parent)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
 
 
 def load(folder: str | Path, worker) -> None:
@@ -119,7 +128,7 @@ def load(folder: str | Path, worker) -> None:
     state = _state(worker, loading=True, with_optimizer=manifest["with_optimizer"], with_random=with_random)
     state = dist_checkpointing.load(state, str(folder))
     for i, chunk in enumerate(_unwrapped(worker)):
-        chunk.load_state_dict(state[f"model{i}"])
+        _load_weights(chunk, state[f"model{i}"])
     if manifest["with_optimizer"]:
         worker.optimizer.load_state_dict(state["optimizer"])
         worker.scheduler.load_state_dict(state["scheduler"])
@@ -170,12 +179,30 @@ def _unwrapped(worker) -> list:
     return chunks
 
 
+def model_state(model) -> dict:
+    """Where each parameter of a GPTModel belongs in the checkpoint.
+
+    Left out: `_extra_state`, which Transformer Engine's fp8 would need and nothing else fills.
+    """
+    state = model.sharded_state_dict(metadata=_metadata())
+    return {name: sharded for name, sharded in state.items() if not name.endswith("_extra_state")}
+
+
+def _metadata() -> dict:
+    return {**_FORMAT_OPTIONS, "dp_cp_group": parallel.data_group()}
+
+
+def _load_weights(model, state: dict) -> None:
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    missing = [name for name in missing if not name.endswith("_extra_state")]
+    assert not missing and not unexpected, f"missing {missing}, unexpected {unexpected}"
+
+
 def _state(worker, loading: bool, with_optimizer: bool = True, with_random: bool = True) -> dict:
-    metadata = {**_OPTIMIZER_FORMAT, "dp_cp_group": parallel.data_group()}
-    state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(_unwrapped(worker))}
+    state = {f"model{i}": model_state(chunk) for i, chunk in enumerate(_unwrapped(worker))}
     if with_optimizer:
         model = dict(state)
-        state["optimizer"] = worker.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+        state["optimizer"] = worker.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_metadata())
         state["scheduler"] = worker.scheduler.state_dict()
     if with_random:
         place = parallel.place()

@@ -7,6 +7,8 @@ Everything else asks `place()` for numbers and the functions below for process g
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -69,6 +71,18 @@ def lay_groups(layout: ParallelConfig) -> None:
         expert_tensor_parallel_size=layout.expert_tensor_size,
         create_gloo_process_groups=True,  # checkpoints gather optimizer state over them
     )
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A world of one rank, for as long as the block runs."""
+    cpu.install()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        lay_groups(ParallelConfig())
+        yield
+    finally:
+        stop()
 
 
 def stop() -> None:

@@ -251,14 +251,17 @@ def to_megatron(row: Row, read, arch: Architecture, cut: int = 0, cuts: int = 1)
     """Cut number `cut` of `cuts` of the parameter, from `read(hf_name)`, as Megatron holds it."""
     tensors = []
     for name, shape in row.hf:
-        tensor = read(name)
-        if tuple(tensor.shape) != shape:
-            raise ConvertError(f"tensor {name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
-        tensors.append(tensor)
+        tensors.append(read(name))
+        refuse_other_shape(name, tensors[-1].shape, shape)
     logical = row.form.join(tensors, arch)
     if row.form.axis is not None:
         logical = logical.chunk(cuts, dim=row.form.axis)[cut]
     return row.form.flatten(logical)
+
+
+def refuse_other_shape(name: str, found, wanted: tuple[int, ...]) -> None:
+    if tuple(found) != wanted:
+        raise ConvertError(f"tensor {name} has shape {list(found)}, by config.json it should have {list(wanted)}")
 
 
 def from_megatron(row: Row, cuts: list[Tensor], arch: Architecture) -> Iterator[tuple[str, Tensor]]:

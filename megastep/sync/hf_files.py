@@ -11,12 +11,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megastep.sync.convert import ConvertError
 
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -27,7 +29,7 @@ class HFReader:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.file_of = self._index()
-        self._open_name, self._open = None, None
+        self._open_name, self._open, self._names = None, None, set()
 
     def _index(self) -> dict[str, str]:
         index = self.folder / INDEX
@@ -50,15 +52,24 @@ class HFReader:
             raise ConvertError(f"{self.folder / name}: not a whole safetensors file ({error})") from None
 
     def __call__(self, name: str) -> Tensor:
+        return self._shard_of(name).get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._shard_of(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _DTYPES[self._shard_of(name).get_slice(name).get_dtype()]
+
+    def _shard_of(self, name: str):
         if name not in self.file_of:
             raise ConvertError(f"{self.folder}: tensor {name} is missing")
         file = self.file_of[name]
         if file != self._open_name:
             self._open_name, self._open = file, self._opened(file)
-        try:
-            return self._open.get_tensor(name)
-        except SafetensorError:
-            raise ConvertError(f"{self.folder / file}: tensor {name} is missing, though the index names it") from None
+            self._names = set(self._open.keys())
+        if name not in self._names:
+            raise ConvertError(f"{self.folder / file}: tensor {name} is missing, though the index names it")
+        return self._open
 
 
 @contextmanager
@@ -93,7 +104,9 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
 
     def flush():
         nonlocal size
-        save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        file = folder / f"shard-{len(shards)}"
+        save_file(pending, file, metadata={"format": "pt"})
+        file.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner can read
         shards.append(list(pending))
         pending.clear()
         size = 0
@@ -123,8 +136,16 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
 
 
 def copy_companions(source: str | Path, destination: Path) -> None:
-    """Config, tokenizer and templates: every small file of the folder that is not a weight."""
+    """Config, tokenizer and templates: every file of the folder that is not a weight."""
+    destination.mkdir(exist_ok=True)
     for file in sorted(Path(source).iterdir()):
         is_weight = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(".index.json")
         if file.is_file() and not is_weight:
             shutil.copy2(file, destination / file.name)
+
+
+def _umask() -> int:
+    """There is no way to read it without setting it."""
+    current = os.umask(0)
+    os.umask(current)
+    return current
