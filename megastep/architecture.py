@@ -86,7 +86,8 @@ def read_architecture(folder: str | Path) -> Architecture:
 def parse_architecture(hf: dict, where: str = "config.json") -> Architecture:
     family = hf.get("model_type")
     if family not in FAMILIES:
-        raise ArchitectureError(f"{where}: unknown architecture model_type={family!r}; supported: {', '.join(FAMILIES)}")
+        known = ", ".join(FAMILIES)
+        raise ArchitectureError(f"{where}: unknown architecture model_type={family!r}; supported: {known}")
     _refuse_what_is_not_supported(hf, where)
 
     def need(key: str):
@@ -152,8 +153,9 @@ def _refuse_what_is_not_supported(hf: dict, where: str) -> None:
     act = hf.get("hidden_act", "silu")
     if act != "silu":
         raise ArchitectureError(f"{where}: hidden_act={act!r} is not supported; silu is")
-    if rope_type(hf) not in ROPE_TYPES:
-        raise ArchitectureError(f"{where}: rope type {rope_type(hf)!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    rope = rope_type(hf)
+    if rope not in ROPE_TYPES:
+        raise ArchitectureError(f"{where}: rope type {rope!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     attention_bias, mlp_bias = bool(hf.get("attention_bias")), bool(hf.get("mlp_bias"))
     if attention_bias != mlp_bias:
         raise ArchitectureError(
@@ -163,5 +165,5 @@ def _refuse_what_is_not_supported(hf: dict, where: str) -> None:
     window = hf.get("sliding_window") if hf.get("use_sliding_window", hf["model_type"] == "mixtral") else None
     if window is not None and window < hf.get("max_position_embeddings", 0):
         raise ArchitectureError(
-            f"{where}: sliding_window={window} is shorter than max_position_embeddings; sliding windows are not supported"
+            f"{where}: sliding_window={window} is shorter than max_position_embeddings, which is not supported"
         )

@@ -85,6 +85,7 @@ class RunConfig:
     dir: str = "runs"
     name: str | None = None  # default: the config's name and the time
     resume: str = "auto"  # auto: continue what is in the run directory; never; or a checkpoint folder
+    wandb: str = "auto"  # auto: online with a key, else offline; online; offline; off
 
 
 @dataclass
@@ -112,12 +113,12 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     for source in _chain(Path(path)):
         _apply(config, _leaves(_read_yaml(source)), f"{source}: ", problems)
     _apply(config, _parse_overrides(overrides, problems), "", problems)
-    for key in OmegaConf.missing_keys(config):
-        problems.append(f"{key}: must be given")
-    if problems:
-        raise ConfigError(problems)
-    result = OmegaConf.to_object(config)
-    problems = validate(result)
+    missing = sorted(OmegaConf.missing_keys(config))
+    problems += [f"{key}: must be given" for key in missing]
+    if not missing:
+        # Also beside other problems: a refused value has left its default, everything else can be looked at.
+        result = OmegaConf.to_object(config)
+        problems += validate(result)
     if problems:
         raise ConfigError(problems)
     return result
@@ -261,16 +262,17 @@ _CHOICES = {
     "model.init": ("hf", "random"),
     "policy.precision": ("fp32", "bf16"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
+    "run.wandb": ("auto", "online", "offline", "off"),
 }
 _AT_LEAST_ONE = (
     "policy.ranks", "policy.parallel.tensor", "policy.parallel.pipeline", "policy.parallel.virtual",
     "policy.parallel.expert", "policy.parallel.expert_tensor_size", "policy.parallel.context",
     "train.steps", "train.batch_sequences", "train.micro_batch_sequences", "checkpoint.keep",
-)  # fmt: skip
+)
 _NOT_NEGATIVE = (
     "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_grad",
     "checkpoint.every_steps", "train.seed",
-)  # fmt: skip
+)
 
 
 def _get(config: Config, key: str) -> Any:
@@ -290,54 +292,58 @@ def _check_values(config: Config, problems: _Problems) -> None:
         problems.check(_get(config, key) >= 0, key, _get(config, key), "must not be negative")
     betas = config.optimizer.betas
     problems.check(len(betas) == 2 and all(0 <= b < 1 for b in betas), "optimizer.betas", betas,
-                   "must be two numbers of [0, 1)")  # fmt: skip
+                   "must be two numbers of [0, 1)")
+    problems.check(config.optimizer.warmup_steps < config.train.steps, "optimizer.warmup_steps",
+                   config.optimizer.warmup_steps, f"must be less than train.steps = {config.train.steps}")
+    problems.check(config.optimizer.min_lr <= config.optimizer.lr, "optimizer.min_lr", config.optimizer.min_lr,
+                   f"must not exceed optimizer.lr = {config.optimizer.lr}")
     problems.check(config.train.sequence_tokens >= 2, "train.sequence_tokens", config.train.sequence_tokens,
-                   "must be 2 or more: one token predicts the next")  # fmt: skip
+                   "must be 2 or more: one token predicts the next")
 
 
 def _check_model(config: Config, arch: Architecture, problems: _Problems) -> None:
     p = config.policy.parallel
     if p.tensor >= 1:
         for what, size in (("attention heads", arch.heads), ("key/value heads", arch.kv_heads),
-                           ("feed-forward width", arch.ffn_hidden)):  # fmt: skip
+                           ("feed-forward width", arch.ffn_hidden)):
             problems.check(size % p.tensor == 0, "policy.parallel.tensor", p.tensor,
-                           f"does not divide the model's {size} {what}; {_divisors(size)} would")  # fmt: skip
+                           f"does not divide the model's {size} {what}; {_divisors(size)} would")
         problems.check(VOCAB_MULTIPLE % p.tensor == 0, "policy.parallel.tensor", p.tensor,
-                       f"must divide {VOCAB_MULTIPLE}, the multiple that the vocabulary is padded to")  # fmt: skip
+                       f"must divide {VOCAB_MULTIPLE}, the multiple that the vocabulary is padded to")
     _check_experts(p, arch, problems)
     stages = p.pipeline * p.virtual
     if p.layers_per_stage is not None:
         problems.check(len(p.layers_per_stage) == stages, "policy.parallel.layers_per_stage", p.layers_per_stage,
-                       f"needs pipeline × virtual = {stages} numbers")  # fmt: skip
+                       f"needs pipeline × virtual = {stages} numbers")
         problems.check(sum(p.layers_per_stage) == arch.layers, "policy.parallel.layers_per_stage", p.layers_per_stage,
-                       f"adds up to {sum(p.layers_per_stage)}, the model has {arch.layers} layers")  # fmt: skip
+                       f"adds up to {sum(p.layers_per_stage)}, the model has {arch.layers} layers")
         problems.check(min(p.layers_per_stage, default=0) >= 1, "policy.parallel.layers_per_stage",
-                       p.layers_per_stage, "each stage needs a layer")  # fmt: skip
+                       p.layers_per_stage, "each stage needs a layer")
     elif stages >= 1:
         problems.check(arch.layers % stages == 0, "policy.parallel.pipeline", p.pipeline,
                        f"pipeline × virtual = {stages} does not divide the model's {arch.layers} layers; "
-                       "choose another or give policy.parallel.layers_per_stage")  # fmt: skip
+                       "choose another or give policy.parallel.layers_per_stage")
     problems.check(config.train.sequence_tokens <= arch.max_positions, "train.sequence_tokens",
-                   config.train.sequence_tokens, f"the model has {arch.max_positions} positions")  # fmt: skip
+                   config.train.sequence_tokens, f"the model has {arch.max_positions} positions")
 
 
 def _check_experts(p: ParallelConfig, arch: Architecture, problems: _Problems) -> None:
     if arch.experts is None:
         problems.check(p.expert == 1, "policy.parallel.expert", p.expert, "the model has no experts; must be 1")
         problems.check(p.expert_tensor is None, "policy.parallel.expert_tensor", p.expert_tensor,
-                       "the model has no experts; leave it out")  # fmt: skip
+                       "the model has no experts; leave it out")
         return
     if p.expert >= 1:
         problems.check(arch.experts.count % p.expert == 0, "policy.parallel.expert", p.expert,
                        f"does not divide the model's {arch.experts.count} experts; "
-                       f"{_divisors(arch.experts.count)} would")  # fmt: skip
+                       f"{_divisors(arch.experts.count)} would")
     if p.expert_tensor_size >= 1:
         problems.check(arch.experts.hidden % p.expert_tensor_size == 0, "policy.parallel.expert_tensor",
-                       p.expert_tensor_size, f"does not divide the experts' width {arch.experts.hidden}")  # fmt: skip
+                       p.expert_tensor_size, f"does not divide the experts' width {arch.experts.hidden}")
     # Megatron-Core 0.16 sums expert gradients over the ranks of dense layers unless expert > 1: with
     # another split the replicas of an expert would drift apart.
     problems.check(p.expert > 1 or p.expert_tensor_size == p.tensor, "policy.parallel.expert_tensor",
-                   p.expert_tensor_size, f"must be policy.parallel.tensor = {p.tensor} while policy.parallel.expert = 1")  # fmt: skip
+                   p.expert_tensor_size, f"must be the tensor size {p.tensor} while policy.parallel.expert = 1")
 
 
 def _check_layout(config: Config, problems: _Problems) -> None:
@@ -346,13 +352,13 @@ def _check_layout(config: Config, problems: _Problems) -> None:
         return  # said already
     dense, expert = p.tensor * p.pipeline * p.context, p.expert * p.expert_tensor_size * p.pipeline
     problems.check(ranks % dense == 0, "policy.ranks", ranks,
-                   f"must be a multiple of tensor × pipeline × context = {dense}")  # fmt: skip
+                   f"must be a multiple of tensor × pipeline × context = {dense}")
     problems.check(ranks % expert == 0, "policy.ranks", ranks,
-                   f"must be a multiple of expert × expert_tensor × pipeline = {expert}")  # fmt: skip
+                   f"must be a multiple of expert × expert_tensor × pipeline = {expert}")
     problems.check(p.virtual == 1 or p.pipeline > 1, "policy.parallel.virtual", p.virtual,
-                   "needs policy.parallel.pipeline > 1")  # fmt: skip
+                   "needs policy.parallel.pipeline > 1")
     problems.check(p.context == 1, "policy.parallel.context", p.context,
-                   "context parallelism is not supported yet; must be 1")  # fmt: skip
+                   "context parallelism is not supported yet; must be 1")
     if ranks % dense == 0 and config.train.micro_batch_sequences >= 1:
         _check_batch(config, ranks // dense, problems)
 
@@ -361,11 +367,11 @@ def _check_batch(config: Config, data_ranks: int, problems: _Problems) -> None:
     train, p = config.train, config.policy.parallel
     unit = data_ranks * train.micro_batch_sequences
     problems.check(train.batch_sequences % unit == 0, "train.batch_sequences", train.batch_sequences,
-                   f"must be a multiple of data-parallel ranks × micro_batch_sequences = {unit}")  # fmt: skip
+                   f"must be a multiple of data-parallel ranks × micro_batch_sequences = {unit}")
     problems.check(train.sequence_tokens % p.tensor == 0, "train.sequence_tokens", train.sequence_tokens,
-                   f"must be a multiple of policy.parallel.tensor = {p.tensor} (sequence parallelism)")  # fmt: skip
+                   f"must be a multiple of policy.parallel.tensor = {p.tensor} (sequence parallelism)")
     problems.check(p.virtual == 1 or train.batch_sequences // unit % p.pipeline == 0, "train.batch_sequences",
-                   train.batch_sequences, f"a virtual pipeline needs a multiple of {p.pipeline} micro-batches")  # fmt: skip
+                   train.batch_sequences, f"a virtual pipeline needs a multiple of {p.pipeline} micro-batches")
 
 
 def _divisors(n: int) -> str:

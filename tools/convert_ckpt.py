@@ -61,7 +61,7 @@ def convert(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from megastep.architecture import read_architecture
-    from megastep.policy.checkpoint import HF, read_manifest
+    from megastep.policy.manifest import HF, read_manifest
     from megastep.sync import offline
     from megastep.sync.hf_files import refuse_non_empty
 

@@ -7,17 +7,14 @@
         *.distcp .metadata   tensors (torch_dist), independent of the layout that wrote them
         common.pt            schedule, optimizer settings
 
-A killed save leaves only a `.partial` folder, which nobody reads. Loading checks megastep.json against the
-files first, so that a truncated or foreign folder is refused by name before any tensor is touched.
+A killed save leaves only a `.partial` folder, which nobody reads; see `manifest.py` for what is refused.
 
 Random state belongs to a layout: under another one the ranks start from the config's seed.
 """
 
-import json
 import logging
 import os
 import random
-import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -30,13 +27,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megastep.architecture import Architecture
 from megastep.policy import parallel
+from megastep.policy.manifest import HF, describe, read_manifest, refuse_other_model, whole_checkpoints, write_manifest
 from megastep.sync.hf_files import copy_companions
 
-MANIFEST = "megastep.json"
-HF = "hf"
-FORMAT = 1
 _FORMAT_OPTIONS = {
     "non_homogeneous_layers": True,  # each layer under its own key, whatever the family
     # Megatron's layout-independent optimizer format, gathered over gloo instead of on the devices.
@@ -44,24 +38,6 @@ _FORMAT_OPTIONS = {
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
 }
-# What may differ between the run that saved and the run that loads: names of files and versions.
-_IRRELEVANT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures")
-
-
-class CheckpointError(ValueError):
-    """A folder that cannot be loaded; the message names it and the reason, in one line."""
-
-
-def latest(root: str | Path) -> Path | None:
-    """The newest whole checkpoint."""
-    found = whole_checkpoints(root)
-    return found[-1] if found else None
-
-
-def whole_checkpoints(root: str | Path) -> list[Path]:
-    """Oldest first. Partial folders do not match."""
-    folders = [p for p in Path(root).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
-    return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
 
 
 class Saver:
@@ -75,8 +51,7 @@ class Saver:
         final = Path(root) / f"step_{worker.step}"
         partial = final.with_suffix(".partial")
         if parallel.place().rank == 0:
-            for stale in (partial, final):
-                shutil.rmtree(stale, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             copy_companions(worker.config.model.path, partial / HF)
         dist.barrier()
@@ -101,29 +76,21 @@ def _layout(worker) -> dict:
     return {"ranks": dist.get_world_size(), **asdict(worker.config.policy.parallel)}
 
 
-def describe(arch: Architecture, step: int, layout: dict | None, with_optimizer: bool) -> dict:
-    return {"format": FORMAT, "step": step, "layout": layout, "with_optimizer": with_optimizer, "model": arch.hf}
-
-
 def seal(partial: Path, final: Path, manifest: dict, keep: int) -> None:
     """All ranks have written: name the files, give the folder its name, drop old ones."""
     dist.barrier()
     if dist.get_rank() == 0:
         write_manifest(partial, manifest)
+        shutil.rmtree(final, ignore_errors=True)  # the same step saved again
         os.replace(partial, final)
         for old in whole_checkpoints(final.parent)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
 
 
-def write_manifest(folder: Path, manifest: dict) -> None:
-    files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
-
-
 def load(folder: str | Path, worker) -> None:
     manifest = read_manifest(folder)
-    _refuse_other_model(folder, manifest["model"], worker.arch.hf)
+    refuse_other_model(folder, manifest["model"], worker.arch.hf)
     with_random = manifest["layout"] == _layout(worker)
     state = _state(worker, loading=True, with_optimizer=manifest["with_optimizer"], with_random=with_random)
     state = dist_checkpointing.load(state, str(folder))
@@ -138,35 +105,6 @@ def load(folder: str | Path, worker) -> None:
         _set_random_state(state["random"])
     worker.step = manifest["step"]
     dist.barrier()
-
-
-def read_manifest(folder: str | Path) -> dict:
-    """The checked description of a whole checkpoint."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such checkpoint")
-    if not (folder / MANIFEST).is_file():
-        raise CheckpointError(f"{folder}: not a checkpoint of megastep, or one whose writing was interrupted: no {MANIFEST}")
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        version, files = manifest["format"], manifest["files"]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
-        raise CheckpointError(f"{folder / MANIFEST}: not readable") from None
-    if version > FORMAT:
-        raise CheckpointError(f"{folder}: format {version} is newer than this megastep, which reads up to {FORMAT}")
-    for name, size in files.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found is None:
-            raise CheckpointError(f"{folder / name}: missing from the checkpoint")
-        if found != size:
-            raise CheckpointError(f"{folder / name}: truncated, {found} bytes of {size}")
-    return manifest
-
-
-def _refuse_other_model(folder, saved: dict, ours: dict) -> None:
-    for key in sorted(set(saved) | set(ours)):
-        if key not in _IRRELEVANT and saved.get(key) != ours.get(key):
-            raise CheckpointError(f"{folder}: is of another model: {key} is {saved.get(key)} there, {ours.get(key)} here")
 
 
 # ---------------------------------------------------------------- what is in it

@@ -119,10 +119,11 @@ def _cpu_type_names(constant):
 
 
 def _patch_torch_adam_loading() -> None:
-    """Two places in distrib_optimizer.py know the `step` of torch's AdamW, which FusedAdam does not keep, only by half."""
+    """Two places in distrib_optimizer.py handle the `step` of torch's AdamW, which FusedAdam has not, by half."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    set_state, load_state_dict = DistributedOptimizer._set_main_param_and_optimizer_states, DistributedOptimizer.load_state_dict
+    set_state = DistributedOptimizer._set_main_param_and_optimizer_states
+    load_state_dict = DistributedOptimizer.load_state_dict
 
     def set_state_but_step(self, model_param, tensors):
         # :938 copies every key of the state; the loaded tensors never hold `step` (:2101 leaves it out).

@@ -18,8 +18,8 @@ from megastep.config import Config
 from megastep.policy import checkpoint, parallel
 from megastep.policy.model import build_model, wrap_for_training
 from megastep.policy.optimizer import build_optimizer
-from megastep.sync.convert import export_hf, load_hf
 from megastep.sync.hf_files import HFReader, copy_companions, write_shards, written_beside
+from megastep.sync.live import export_hf, load_hf
 
 
 class PolicyWorker:
@@ -41,8 +41,7 @@ class PolicyWorker:
         self._saver = checkpoint.Saver()
         megatron = chunks[0].config
         megatron.grad_scale_func = self.optimizer.scale_loss
-        # Losses come weighted: Megatron's division by a token count must not happen.
-        megatron.finalize_model_grads_func = lambda model, num_tokens=None, **kw: finalize_model_grads(model, None, **kw)
+        megatron.finalize_model_grads_func = _finalize_sums
 
     # ------------------------------------------------------------ compute
 
@@ -77,7 +76,7 @@ class PolicyWorker:
         place, size = parallel.place(), self.config.train.micro_batch_sequences
         micro_batches = tokens.chunk(place.data_size)[place.data].split(size)
         return get_forward_backward_func()(
-            forward_step_func=lambda data, model: self._forward(next(data), model, finish, with_labels=not forward_only),
+            forward_step_func=lambda data, model: _forward(next(data), model, finish, with_labels=not forward_only),
             data_iterator=[iter(micro_batches) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(micro_batches),
@@ -87,17 +86,12 @@ class PolicyWorker:
             collect_non_loss_data=forward_only,
         )
 
-    @staticmethod
-    def _forward(tokens: Tensor, model, finish, with_labels: bool):
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        labels = tokens.roll(-1, dims=1) if with_labels else None
-        return model(tokens, positions, None, labels=labels), finish
-
     # ------------------------------------------------------------ disk
 
     def save(self, root: str | Path) -> None:
         """Write `root/step_N`; with `checkpoint.asynchronous` the files are written while training goes on."""
-        self._saver.save(root, self, keep=self.config.checkpoint.keep, in_background=self.config.checkpoint.asynchronous)
+        settings = self.config.checkpoint
+        self._saver.save(root, self, keep=settings.keep, in_background=settings.asynchronous)
 
     def finish_saving(self) -> None:
         self._saver.finish()
@@ -120,6 +114,18 @@ class PolicyWorker:
                 copy_companions(self.config.model.path, folder)
                 write_shards(folder, self.hf_tensors(), shard_bytes)
         dist.barrier()
+
+
+def _forward(tokens: Tensor, model, finish, with_labels: bool):
+    """A forward step as Megatron's schedules want it: the output and the function that ends the micro-batch."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    labels = tokens.roll(-1, dims=1) if with_labels else None
+    return model(tokens, positions, None, labels=labels), finish
+
+
+def _finalize_sums(model, num_tokens=None, **kwargs) -> None:
+    """Losses come weighted: Megatron's division by a token count must not happen."""
+    finalize_model_grads(model, None, **kwargs)
 
 
 def _weighted_sum(per_token: Tensor, weight: float):

@@ -12,8 +12,8 @@ cut of that tensor, flattened:
     GateUp    [2, F, H]   gate, then up            1           [2·F/n, H]
     QKV       [groups, q heads + k + v, D, H]      0           [groups/n · (q+2) · D, H]
 
-`rows_of(arch)` expands a family's table for every layer and expert. Import, export, checkpoint
-conversion and weight sync all read the same rows. Invariants, held by the tests:
+`rows_of(arch)` expands a family's table for every layer and expert. Import and export of a live model
+(`live.py`), checkpoint conversion (`offline.py`) and weight sync all read the same rows. Invariants, held by the tests:
 
     every Megatron parameter has exactly one row, every HF tensor is in exactly one row
     (the second copy of a tied embedding, on the last pipeline stage, is the one exception);
@@ -25,16 +25,13 @@ transformers 5 no longer has it; and its tables are woven into methods that talk
 can be used neither on the meta device nor on a checkpoint in a file.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megastep.architecture import Architecture
-from megastep.policy import parallel
 
 
 class ConvertError(ValueError):
@@ -154,7 +151,7 @@ ATTENTION = (
     Rule(_M + "self_attention.linear_proj.weight", Rows(), ((_A + "o_proj.weight", "H Q"),)),
     Rule(_M + "self_attention.linear_proj.bias", Whole(), ((_A + "o_proj.bias", "H"),), when="all_bias"),
     Rule(_M + "pre_mlp_layernorm.weight", Whole(), (("model.layers.{layer}.post_attention_layernorm.weight", "H"),)),
-)  # fmt: skip
+)
 _F = "model.layers.{layer}.mlp."
 DENSE = (
     Rule(_M + "mlp.linear_fc1.weight", GateUp(),
@@ -163,7 +160,7 @@ DENSE = (
          ((_F + "gate_proj.bias", "F"), (_F + "up_proj.bias", "F")), layers="dense", when="all_bias"),
     Rule(_M + "mlp.linear_fc2.weight", Rows(), ((_F + "down_proj.weight", "H F"),), layers="dense"),
     Rule(_M + "mlp.linear_fc2.bias", Whole(), ((_F + "down_proj.bias", "H"),), layers="dense", when="all_bias"),
-)  # fmt: skip
+)
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -175,7 +172,7 @@ def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
         Rule(local + "linear_fc1.weight", GateUp(),
              ((f"{one}{gate}.weight", "X H"), (f"{one}{up}.weight", "X H")), layers="moe"),
         Rule(local + "linear_fc2.weight", Rows(), ((f"{one}{down}.weight", "H X"),), layers="moe"),
-    )  # fmt: skip
+    )
 
 
 TABLES: dict[str, tuple[Rule, ...]] = {
@@ -185,14 +182,6 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "qwen3_moe": EMBEDDING + ATTENTION + DENSE + experts("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": EMBEDDING + ATTENTION + experts("block_sparse_moe", "w1", "w3", "w2"),
 }
-
-# Transformer Engine's layers hold a norm inside the linear layer after it, and experts as numbered weights.
-_TE_NAMES = (
-    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), r"input_layernorm.weight"),
-    (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), r"pre_mlp_layernorm.weight"),
-    (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.\1.weight"),
-)
-
 
 @dataclass(frozen=True)
 class Row:
@@ -231,7 +220,7 @@ def _add(rows: dict[str, Row], rule: Rule, arch: Architecture, layer=None, exper
         "H": arch.hidden, "Q": arch.heads * arch.head_dim, "K": arch.kv_heads * arch.head_dim, "D": arch.head_dim,
         "F": arch.ffn_hidden, "V": arch.vocab,
         "E": arch.experts and arch.experts.count, "X": arch.experts and arch.experts.hidden,
-    }  # fmt: skip
+    }
     name = rule.megatron.format(layer=layer, expert=expert)
     rows[name] = Row(
         megatron=name,
@@ -271,91 +260,3 @@ def from_megatron(row: Row, cuts: list[Tensor], arch: Architecture) -> Iterator[
     for (name, shape), tensor in zip(row.hf, row.form.part(logical, arch), strict=True):
         assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)} instead of {shape}"
         yield name, tensor.contiguous()
-
-
-# ---------------------------------------------------------------- a live model
-
-
-def named_rows(chunks: list, arch: Architecture) -> Iterator[tuple[Row, Tensor]]:
-    """This rank's parameters, each with its row."""
-    rows = rows_of(arch)
-    for chunk in chunks:
-        for name, param in chunk.named_parameters():
-            yield rows[global_name(name, chunk, arch)], param
-
-
-def global_name(name: str, chunk, arch: Architecture) -> str:
-    """A local parameter's name in the whole model: wrappers off, layer and expert counted from the first."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    for pattern, canonical in _TE_NAMES:
-        name = pattern.sub(canonical, name)
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-
-    def global_layer(match):
-        return f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}."
-
-    def global_expert(match):
-        place = parallel.place()
-        return f"local_experts.{place.expert * arch.experts.count // place.expert_size + int(match[1])}."
-
-    name = re.sub(r"^decoder\.layers\.(\d+)\.", global_layer, name)
-    return re.sub(r"local_experts\.(\d+)\.", global_expert, name)
-
-
-def load_hf(chunks: list, arch: Architecture, read) -> None:
-    """Fill this rank's parameters from `read(hf_name) -> tensor`. No communication."""
-    place = parallel.place()
-    with torch.no_grad():
-        for row, param in named_rows(chunks, arch):
-            cut, cuts = _cut_of(row, place)
-            param.copy_(to_megatron(row, read, arch, cut, cuts))
-
-
-def export_hf(chunks: list, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """The whole model as HF tensors, one at a time, on rank 0; every rank must run through the iterator.
-
-    On the other ranks it yields nothing. Memory: one parameter.
-    """
-    place = parallel.place()
-    local = {row.megatron: param.detach() for row, param in named_rows(chunks, arch)}
-    holders = _holders(local, place)
-    for name, row in rows_of(arch).items():
-        if row.is_copy:
-            continue
-        cuts = [_bring_to_rank_0(local.get(name), *holder, place.rank) for holder in _needed(row, holders[name])]
-        if place.rank == 0:
-            yield from from_megatron(row, cuts, arch)
-
-
-def _needed(row: Row, holders: list) -> list:
-    return holders if row.form.axis is not None else holders[:1]
-
-
-def _cut_of(row: Row, place: parallel.Place) -> tuple[int, int]:
-    return (place.expert_tensor, place.expert_tensor_size) if row.is_expert else (place.tensor, place.tensor_size)
-
-
-def _holders(local: dict[str, Tensor], place: parallel.Place) -> dict[str, list]:
-    """For every parameter the (rank, shape, dtype) of its cuts, in order; of replicas the first."""
-    everywhere: list = [None] * place.world
-    dist.all_gather_object(everywhere, (place, {name: (p.shape, p.dtype) for name, p in local.items()}))
-    holders: dict[str, dict[int, tuple]] = {}
-    for where, held in everywhere:
-        for name, (shape, dtype) in held.items():
-            cut = where.expert_tensor if ".local_experts." in name else where.tensor
-            holders.setdefault(name, {}).setdefault(cut, (where.rank, shape, dtype))
-    return {name: [cuts[cut] for cut in sorted(cuts)] for name, cuts in holders.items()}
-
-
-def _bring_to_rank_0(tensor: Tensor | None, holder: int, shape, dtype, me: int) -> Tensor | None:
-    if holder == 0:
-        return tensor if me == 0 else None
-    if me == holder:
-        dist.send(tensor.contiguous(), dst=0)
-    elif me == 0:
-        tensor = torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
-        dist.recv(tensor, src=holder)
-        return tensor
-    return None

@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megastep.architecture import Architecture, read_architecture
 from megastep.config import ParallelConfig
-from megastep.policy import checkpoint, parallel
+from megastep.policy import checkpoint, manifest, parallel
 from megastep.policy.model import build_model
-from megastep.sync.convert import Row, from_megatron, global_name, refuse_other_shape, rows_of, to_megatron
+from megastep.sync.convert import Row, from_megatron, refuse_other_shape, rows_of, to_megatron
 from megastep.sync.hf_files import HFReader, copy_companions, write_shards, written_beside
+from megastep.sync.live import global_name
 
 FILE_BYTES = 256 * 2**20  # of a checkpoint that import_hf writes
 Progress = Callable[[int], None]  # called with the number of parameters done since the last call
@@ -47,16 +48,18 @@ def import_hf(source: str | Path, destination: str | Path, progress: Progress = 
         _stream(folder, _StreamingPlanner(_sharded_parameters(arch), reader, arch, progress))
         torch.save({}, folder / "common.pt")  # Megatron looks for it, empty or not
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-        copy_companions(source, folder / checkpoint.HF)
-        checkpoint.write_manifest(folder, checkpoint.describe(arch, step=0, layout=None, with_optimizer=False))
+        copy_companions(source, folder / manifest.HF)
+        manifest.write_manifest(folder, manifest.describe(arch, step=0, layout=None, with_optimizer=False))
 
 
-def export_hf(source: str | Path, destination: str | Path, shard_bytes: int, progress: Progress = lambda n: None) -> None:
+def export_hf(
+    source: str | Path, destination: str | Path, shard_bytes: int, progress: Progress = lambda n: None
+) -> None:
     """Write a checkpoint's weights as a Hugging Face folder, with the config and tokenizer kept beside them."""
-    checkpoint.read_manifest(source)
-    arch = read_architecture(Path(source) / checkpoint.HF)
+    manifest.read_manifest(source)
+    arch = read_architecture(Path(source) / manifest.HF)
     with written_beside(destination) as folder, parallel.alone():
-        copy_companions(Path(source) / checkpoint.HF, folder)
+        copy_companions(Path(source) / manifest.HF, folder)
         write_shards(folder, _stored_tensors(source, arch, progress), shard_bytes)
 
 
