@@ -21,6 +21,7 @@ import sys
 import types
 
 import torch
+import torch.distributed as dist
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 
@@ -34,6 +35,7 @@ def install() -> bool:
     _import_what_is_patched()
     _patch_random_state()
     _patch_moe()
+    _patch_uneven_collectives()
     _patch_optimizer_type_names()
     _patch_torch_adam_loading()
     _show_cpu_torch_to_megatron()
@@ -93,6 +95,34 @@ def _patch_moe() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _patch_uneven_collectives() -> None:
+    """mappings.py:150,187 gather and scatter parts of unequal size (experts that are split); gloo's cannot."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    if gather.__module__ == __name__:
+        return
+
+    def gather_parts(input_, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        parts = [input_.new_empty(size, *input_.shape[1:]) for size in output_split_sizes]
+        parts[group.rank()] = input_.contiguous()
+        for rank, part in enumerate(parts):
+            dist.broadcast(part, group=group, group_src=rank)
+        return torch.cat(parts)
+
+    def scatter_parts(input_, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, use_global_buffer)
+        parts = [part.clone() for part in input_.split(input_split_sizes)]
+        for rank, part in enumerate(parts):
+            dist.reduce(part, group=group, group_dst=rank)
+        return parts[group.rank()]
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_parts, scatter_parts
 
 
 def _patch_optimizer_type_names() -> None:

@@ -41,27 +41,23 @@ class Place:
     expert_tensor_size: int
 
 
-def start(layout: ParallelConfig, rank: int, world: int, address: str = "127.0.0.1:29500", backend: str | None = None,
-          timeout_s: int = 600) -> None:
+def start(layout: ParallelConfig, rank: int, world: int, address: str, timeout_s: int = 600) -> None:
     """Join the process group and lay Megatron's groups over it. nccl with CUDA, gloo without."""
     on_cpu = cpu.install()
-    if not dist.is_initialized():
-        if not on_cpu:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group(
-            backend or ("gloo" if on_cpu else "nccl"),
-            init_method=f"tcp://{address}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    lay_groups(layout)
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group(
+        "gloo" if on_cpu else "nccl",
+        init_method=f"tcp://{address}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    _lay_groups(layout)
 
 
-def lay_groups(layout: ParallelConfig) -> None:
-    """Megatron's groups over the running process group; replaces those of an earlier layout."""
-    if mpu.is_initialized():
-        mpu.destroy_model_parallel()
+def _lay_groups(layout: ParallelConfig) -> None:
+    """Megatron's groups over the running process group."""
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -79,7 +75,7 @@ def alone() -> Iterator[None]:
     cpu.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        lay_groups(ParallelConfig())
+        _lay_groups(ParallelConfig())
         yield
     finally:
         stop()

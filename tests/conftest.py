@@ -1,0 +1,39 @@
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks and tests share the cores
+os.environ["WANDB_MODE"] = "offline"
+
+import pytest
+
+from tests.models import make_model
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(n)`: n real ranks on gloo, started once."""
+    pools: dict[int, RankPool] = {}
+
+    def get(world: int) -> RankPool:
+        if world not in pools or not pools[world].processes[0].is_alive():
+            pools[world] = RankPool(world)
+        return pools[world]
+
+    yield get
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """`models(name)`: folder and transformers model of a tiny random model, made once."""
+    made = {}
+
+    def get(name: str, **overrides):
+        key = (name, *sorted(overrides.items()))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[key] = (folder, make_model(folder, name, **overrides))
+        return made[key]
+
+    return get

@@ -1,0 +1,90 @@
+"""Real ranks for tests: processes that start once per session and run functions under layouts of their choice.
+
+    pool.run(function, **arguments)    calls `function` on every rank, returns the results in rank order
+
+The function must be importable (`tests.cases`), for the ranks are other processes.
+"""
+
+import gc
+import importlib
+import os
+import signal
+import socket
+import traceback
+
+import torch.multiprocessing as mp
+
+TIMEOUT_S = 200
+current: tuple[int, int, str] | None = None  # in a rank: rank, world and a fresh address, for parallel.start
+
+
+class RankPool:
+    def __init__(self, world: int):
+        context = mp.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(rank, world, there))
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function, **arguments) -> list:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{s.getsockname()[1]}"
+        for pipe in self.pipes:
+            pipe.send((function.__module__, function.__name__, arguments, address))
+        results = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(TIMEOUT_S):
+                self.close()
+                raise TimeoutError(f"rank {rank} did not answer {function.__name__} in {TIMEOUT_S} s")
+            ok, result = pipe.recv()
+            if not ok:
+                self.close()
+                raise RuntimeError(f"rank {rank} in {function.__name__}:\n{result}")
+            results.append(result)
+        return results
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+def serve(rank: int, world: int, pipe) -> None:
+    global current
+    import warnings
+
+    from megastep.policy import parallel
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.filterwarnings("ignore")
+    while True:
+        try:
+            module, name, arguments, address = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        current = (rank, world, address)
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), name)(**arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        let_go_of_models()
+        parallel.stop()
+        gc.collect()
+
+
+def let_go_of_models() -> None:
+    """A gloo group keeps its threads until nothing refers to it, and a model refers to all of them.
+
+    Megatron's data parallelism refers to itself through gradient hooks in C++, where Python's collector cannot see.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    for thing in gc.get_objects():
+        if isinstance(thing, DistributedDataParallel):
+            thing.__dict__.clear()
