@@ -85,7 +85,7 @@ class RunConfig:
     dir: str = "runs"
     name: str | None = None  # default: the config's name and the time
     resume: str = "auto"  # auto: continue what is in the run directory; never; or a checkpoint folder
-    wandb: str = "auto"  # auto: online with a key, else offline; online; offline; off
+    wandb: str = "auto"  # auto: online with a key, else offline; online; offline; disabled
 
 
 @dataclass
@@ -262,7 +262,7 @@ _CHOICES = {
     "model.init": ("hf", "random"),
     "policy.precision": ("fp32", "bf16"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
-    "run.wandb": ("auto", "online", "offline", "off"),
+    "run.wandb": ("auto", "online", "offline", "disabled"),
 }
 _AT_LEAST_ONE = (
     "policy.ranks", "policy.parallel.tensor", "policy.parallel.pipeline", "policy.parallel.virtual",

@@ -47,7 +47,7 @@ def read_metrics(folder: Path) -> list[dict]:
 def _start_wandb(folder: Path, mode: str, config: dict):
     if mode == "auto":
         mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
-    if mode == "off":
+    if mode == "disabled":
         return None
     import wandb
 

@@ -88,3 +88,11 @@ def loading_error(folder, layout: dict, checkpoint) -> str:
     except ValueError as error:
         return str(error)
     return "loaded"
+
+
+def save_and_export(folder, layout: dict, root, destination) -> None:
+    worker = make_worker(folder, layout)
+    for _ in range(2):
+        worker.train_step(some_tokens())
+    worker.save(root)
+    worker.export(destination)

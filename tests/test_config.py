@@ -70,7 +70,7 @@ def test_resolved_config_reads_back(tmp_path):
         ("train.batch_sequences=63", "train.batch_sequences = 63: must be a multiple of data-parallel ranks"),
         ("train.sequence_tokens=513", "train.sequence_tokens = 513: the model has 512 positions"),
         ("model.path=nowhere", "model.path: nowhere: no such folder"),
-        ("run.wandb=maybe", "run.wandb = maybe: must be one of auto, online, offline, off"),
+        ("run.wandb=maybe", "run.wandb = maybe: must be one of auto, online, offline, disabled"),
     ],
 )
 def test_each_mistake_has_its_line(override, message):

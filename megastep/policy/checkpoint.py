@@ -97,7 +97,7 @@ def load(folder: str | Path, worker) -> None:
     for i, chunk in enumerate(_unwrapped(worker)):
         _load_weights(chunk, state[f"model{i}"])
     if manifest["with_optimizer"]:
-        worker.optimizer.load_state_dict(state["optimizer"])
+        _load_optimizer(worker, state)
         worker.scheduler.load_state_dict(state["scheduler"])
     else:
         worker.optimizer.reload_model_params()  # master weights follow the loaded ones
@@ -140,12 +140,38 @@ def _state(worker, loading: bool, with_optimizer: bool = True, with_random: bool
     state = {f"model{i}": model_state(chunk) for i, chunk in enumerate(_unwrapped(worker))}
     if with_optimizer:
         model = dict(state)
-        state["optimizer"] = worker.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_metadata())
+        for i, part in enumerate(worker.optimizer.chained_optimizers):
+            optimizer = part.sharded_state_dict(model, is_loading=loading, metadata=_metadata())
+            state[f"optimizer{i}"] = {"param_state": optimizer["param_state"]}
+        state["adam_step"] = _adam_step(worker)
         state["scheduler"] = worker.scheduler.state_dict()
     if with_random:
         place = parallel.place()
         state["random"] = ShardedObject("random", _random_state(), (place.world,), (place.rank,))
     return state
+
+
+def _load_optimizer(worker, state: dict) -> None:
+    """Layouts differ in how many optimizers Megatron chains (experts may have their own).
+
+    The tensors have keys that do not show it; of the rest only Adam's step is state, the settings are the config's.
+    """
+    for i, part in enumerate(worker.optimizer.chained_optimizers):
+        settings = part.state_dict()
+        for group in settings["optimizer"]["param_groups"]:
+            group["step"] = state["adam_step"]
+        tensors = state[f"optimizer{i}"]["param_state"]
+        part.load_state_dict({
+            **settings,
+            "param_state": tensors,
+            "param_state_sharding_type": _FORMAT_OPTIONS["distrib_optim_sharding_type"],
+        })
+
+
+def _adam_step(worker) -> int:
+    """Updates that were applied: `worker.step` counts those that were skipped too."""
+    groups = [g for part in worker.optimizer.chained_optimizers for g in part.state_dict()["optimizer"]["param_groups"]]
+    return int(max(group.get("step") or 0 for group in groups))
 
 
 def _random_state() -> dict:

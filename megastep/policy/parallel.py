@@ -65,7 +65,7 @@ def _lay_groups(layout: ParallelConfig) -> None:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor_size,
-        create_gloo_process_groups=True,  # checkpoints gather optimizer state over them
+        create_gloo_process_groups=dist.get_backend() != "fake",  # checkpoints gather optimizer state over them
     )
 
 
@@ -76,6 +76,20 @@ def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         _lay_groups(ParallelConfig())
+        yield
+    finally:
+        stop()
+
+
+@contextmanager
+def imagined(layout: ParallelConfig, rank: int, world: int) -> Iterator[None]:
+    """This process as one rank of a world that is not there: shapes can be asked for, nothing can be sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
+
+    cpu.install()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        _lay_groups(layout)
         yield
     finally:
         stop()

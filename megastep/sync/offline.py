@@ -121,7 +121,8 @@ class _StreamingPlanner(dcp.DefaultSavePlanner):
             self.made = (None, {})  # let go before making the next
             data = to_megatron(row, self.reader, self.arch)
             pieces = _pieces(self.sharded[row], data)
-            self.made = (row, {_index(piece): _with_prepended_axes(piece) for piece in pieces})
+            # Copies, for the writer keeps them until it closes the file: views would keep whole HF shards mapped.
+            self.made = (row, {_index(piece): _with_prepended_axes(piece).clone() for piece in pieces})
             self.progress(1)
         return self.made[1][write_item.index]
 

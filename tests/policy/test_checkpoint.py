@@ -110,7 +110,7 @@ def test_checkpoint_of_another_model_is_refused(saved, ranks, models):
 def megastep_train(run_dir, name: str, *overrides: str) -> list[str]:
     return [
         sys.executable, "-m", "megastep", "train", "configs/local.yaml", f"run.dir={run_dir}", f"run.name={name}",
-        "train.batch_sequences=8", "train.micro_batch_sequences=2", "run.wandb=off", *overrides,
+        "train.batch_sequences=8", "train.micro_batch_sequences=2", "run.wandb=disabled", *overrides,
     ]  # fmt: skip
 
 

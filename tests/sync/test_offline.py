@@ -1,0 +1,115 @@
+"""tools/convert_ckpt.py: bounded memory, all layouts, and one line for each mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megastep.architecture import read_architecture
+from megastep.sync.convert import rows_of
+from megastep.sync.hf_files import HFReader, write_shards
+from tests import cases
+
+TOOL = [sys.executable, "tools/convert_ckpt.py"]
+MEASURED = "import resource, runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as e: assert not e.code, e.code\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+
+
+def convert(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run([*TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=200)
+
+
+def peak_bytes(*arguments) -> int:
+    command = [sys.executable, "-c", MEASURED, TOOL[1], *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return int(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name, world, layout", [
+    ("qwen3_moe_dense_layer", 4, dict(pipeline=2, expert=2)),
+    ("qwen2_tied", 2, dict(tensor=2)),
+])  # fmt: skip
+def test_import_then_train_equals_loading_the_weights(name, world, layout, ranks, models, tmp_path):
+    folder, _ = models(name)
+    assert convert("import", folder, tmp_path / "ckpt").returncode == 0
+    imported = ranks(world).run(cases.load_and_go_on, folder=folder, layout=layout, checkpoint=tmp_path / "ckpt", steps=2)
+    direct = ranks(world).run(cases.take_steps, folder=folder, layout=layout, steps=2)
+    assert imported == direct
+
+
+@pytest.mark.parametrize("layout", [dict(tensor=2), dict(pipeline=2), dict(expert=2)], ids=str)
+def test_export_of_a_trained_checkpoint_equals_the_live_export(layout, ranks, models, tmp_path):
+    folder, _ = models("qwen3_moe")
+    ranks(2).run(cases.save_and_export, folder=folder, layout=layout, root=tmp_path, destination=tmp_path / "live")
+    assert convert("export", tmp_path / "step_2", tmp_path / "hf").returncode == 0
+    live, exported = HFReader(tmp_path / "live"), HFReader(tmp_path / "hf")
+    assert set(live.file_of) == set(exported.file_of)
+    assert all(torch.equal(live(name), exported(name)) for name in live.file_of)
+
+
+def test_memory_is_bounded_by_a_shard(tmp_path):
+    """A model of 0.9 GB in shards of 60 MB: the peak may not follow the model."""
+    shape = dict(
+        model_type="llama", hidden_size=1024, num_hidden_layers=18, num_attention_heads=8, num_key_value_heads=8,
+        intermediate_size=2560, vocab_size=1000, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    source, shard = tmp_path / "source", 60_000_000
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(shape))
+    rows = rows_of(read_architecture(source))
+    total = write_shards(source, ((n, torch.randn(s)) for row in rows.values() for n, s in row.hf), shard)
+    assert total > 850e6
+    allowed = 2 * shard + 800e6  # the constant: 500 MB of imports and one 256 MB file of the checkpoint
+    peaks = (
+        peak_bytes("import", source, tmp_path / "ckpt"),
+        peak_bytes("export", tmp_path / "ckpt", tmp_path / "hf", "--shard-size", "60MB"),
+    )
+    print(f"model {total / 1e6:.0f} MB, shard {shard / 1e6:.0f} MB, peak import, export: {[p / 1e6 for p in peaks]} MB")
+    assert max(peaks) < allowed
+    one, two = HFReader(source), HFReader(tmp_path / "hf")
+    assert all(torch.equal(one(name), two(name)) for name in one.file_of)
+
+
+def test_tokenizer_and_config_come_along(models, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(models("llama")[0], tmp_path / "model")
+    (folder / "tokenizer.json").write_text('{"made": "up"}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert convert("import", folder, tmp_path / "ckpt").returncode == 0
+    assert convert("export", tmp_path / "ckpt", tmp_path / "hf").returncode == 0
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "hf" / name).read_text() == (folder / name).read_text()
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("import", "nowhere", "out"), "nowhere: no such folder"),
+    (("import", "configs/models/tiny-qwen3-moe", "{tmp}/out"), "no weights; model.safetensors or"),
+    (("import", "configs/models/tiny-qwen3-moe", "{tmp}"), "{tmp}: is not empty; give a new folder"),
+    (("export", "{tmp}", "{tmp}/out"), "{tmp}: no megastep.json: not a checkpoint of megastep"),
+    (("export", "{tmp}/none", "{tmp}/out"), "{tmp}/none: no such checkpoint"),
+    (("import", "{tmp}/unknown", "{tmp}/out"), "unknown architecture model_type='gpt9'"),
+])  # fmt: skip
+def test_mistakes_end_in_one_line(arguments, message, tmp_path):
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "config.json").write_text('{"model_type": "gpt9"}')
+    done = convert(*(a.format(tmp=tmp_path) for a in arguments))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: ") and message.format(tmp=tmp_path) in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_wrong_shape_is_found_before_anything_is_written(models, tmp_path):
+    import shutil
+    from safetensors.torch import load_file
+
+    folder = shutil.copytree(models("llama")[0], tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = torch.zeros(3, 3)
+    save_file(tensors, folder / "model.safetensors")
+    done = convert("import", folder, tmp_path / "ckpt")
+    assert done.returncode == 2 and "error: tensor lm_head.weight has shape [3, 3]" in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]

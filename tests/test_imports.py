@@ -1,0 +1,48 @@
+"""Imports go one way; torch's heavy company stays out of what must be light. Read from the source, not run."""
+
+import ast
+from pathlib import Path
+
+# A module may import from its own layer and those before it.
+LAYERS = [("architecture", "types", "config"), ("samples",), ("rollout", "policy", "sync"), ("report", "cluster"), ("train", "cli", "__main__")]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+MEGATRON_STATE_READER = "policy/parallel.py"
+
+
+def modules():
+    root = Path("megastep")
+    for path in sorted(root.rglob("*.py")):
+        if path.parent == root and path.name == "__init__.py":
+            continue
+        yield path, path.relative_to(root).parts[0].removesuffix(".py"), ast.parse(path.read_text())
+
+
+def imported(tree) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_imports_go_one_way():
+    for path, package, tree in modules():
+        ours = {n.split(".")[1] for n in imported(tree) if n.startswith("megastep.")}
+        for other in ours:
+            assert LEVEL[other] <= LEVEL[package], f"{path} imports megastep.{other}"
+        assert not (package == "rollout" and "policy" in ours) and not (package == "policy" and "rollout" in ours), path
+
+
+def test_samples_know_no_framework():
+    for path, package, tree in modules():
+        if package in ("samples", "types", "config", "architecture"):
+            heavy = {n.split(".")[0] for n in imported(tree)} & {"ray", "vllm", "megatron", "transformers"}
+            assert not heavy, f"{path} imports {heavy}"
+
+
+def test_one_reader_of_megatrons_parallel_state():
+    for path, _, tree in modules():
+        if path.as_posix() != f"megastep/{MEGATRON_STATE_READER}":
+            assert not any("parallel_state" in n for n in imported(tree)), path
