@@ -26,6 +26,7 @@ its trees apart. The last token of a step predicts nothing, so nobody computes i
 """
 
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 import numpy as np
 
@@ -195,7 +196,8 @@ class Sample:
 
 @dataclass(eq=False)
 class LossTable:
-    """One row per trained token. The rows of a step are contiguous, in the order of its tokens."""
+    """One row per trained token. The rows of a step are contiguous, in the order of its tokens, so their sources lie on
+    one path and the last is the deepest."""
 
     src: np.ndarray  # [N] i32: the trie token whose hidden state predicts the target
     target: np.ndarray  # [N] i32
@@ -266,11 +268,12 @@ class Trie:
         """Experts per token, see Routes.gather; a pipeline stage asks for its own layers."""
         return None if self.routes is None else self.routes.gather(len(self), layers)
 
+    @cached_property
     def node_starts(self) -> np.ndarray:
         """Where a run of tokens begins that are each other's only child."""
         start = np.ones(len(self), bool)
         start[1:] = (self.end[1:] != self.end[:-1]) | (self.position[1:] != self.position[:-1] + 1)
-        return np.flatnonzero(start)
+        return np.flatnonzero(start).astype(np.int32)
 
     def sequence_starts(self) -> np.ndarray:
         """The roots: where no node branches, these are the starts of the packed sequences."""
@@ -278,7 +281,7 @@ class Trie:
 
     @property
     def branches(self) -> bool:
-        return len(self.node_starts()) > len(self.sequence_starts())
+        return len(self.node_starts) > len(self.sequence_starts())
 
     @property
     def sequences(self) -> int:

@@ -385,8 +385,9 @@ def _variants(samples: list[Sample], conflicts: list[_Conflict]) -> list[np.ndar
 def restrict(trie: Trie, rows: np.ndarray | slice) -> Trie:
     """The part of a trie that these loss rows need: the root paths of their sources, and nothing beside."""
     loss = trie.loss.take(rows)
-    sources = np.unique(loss.src)
-    first = trie.node_starts().astype(np.int32)
+    deepest = np.append(loss.step_starts()[1:], len(loss)) - 1
+    sources = np.sort(loss.src[deepest])
+    first = trie.node_starts
     stop = np.append(first[1:], np.int32(len(trie)))
     # A node is kept up to the last source in its subtree; -1 stands for none.
     end = trie.end[first]
