@@ -97,7 +97,7 @@ def _pass_at_k(groups: list[Group]) -> dict[str, float]:
 
 def filter_metrics(dropped: list[Dropped], trajectories: int) -> dict[str, float]:
     """`trajectories`: how many went in."""
-    return {"filter/dropped": len(dropped), **_mean("filter/dropped_share", [len(dropped) / trajectories] * bool(trajectories))}
+    return {"filter/dropped": len(dropped)} | ({"filter/dropped_share": len(dropped) / trajectories} if trajectories else {})
 
 
 def layout_metrics(report: FoldReport, micro_batches: list[list[MicroBatch]], budget_tokens: int) -> dict[str, float]:
