@@ -170,13 +170,14 @@ def _step_problems(step: Step) -> list[str]:
 def _routing_problems(step: Step) -> list[str]:
     routing = step.routing
     if routing.ndim != 3 or routing.dtype not in (np.uint8, np.int16):
-        return [f"routing is {routing.dtype} with {routing.ndim} axes; uint8 or int16 [tokens, layers, top_k] is needed"]
+        return [f"routing is {routing.dtype} with {routing.ndim} axes; uint8 or int16 [tokens, layers, k] is needed"]
     trained = np.flatnonzero(step.loss_mask)
     # The source of the last trained token must have its experts; what comes after may (an appended EOS has none).
     need = len(step.prompt_ids) + int(trained[-1]) if len(trained) else 0
     most = max(len(step) - 1, 0)
     if not 0 <= step.routing_start or not need <= step.routing_end <= most:
-        return [f"routing covers tokens {step.routing_start} to {step.routing_end}; its end must lie in {need} to {most}"]
+        covered = f"routing covers tokens {step.routing_start} to {step.routing_end}"
+        return [f"{covered}; its end must lie in {need} to {most}"]
     return []
 
 
@@ -291,7 +292,7 @@ class Trie:
 
 @dataclass(eq=False)
 class MicroBatch:
-    """A forest under the token budget, padded to the alignment. A filler has one row, of weight 0, and no real token."""
+    """A forest under the token budget, padded to the alignment. A filler has one row, of weight 0, no real token."""
 
     trie: Trie
     real_tokens: int  # the tokens before the padding

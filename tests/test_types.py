@@ -73,8 +73,9 @@ def test_s16_each_violation_in_a_step_names_it(change, wanted):
 
 
 def test_s16_steps_must_be_contiguous():
-    assert problems(group(step(last=False), step(2))) == ["group 3, trajectory 1: steps [0, 2] must be contiguous from 0"]
-    assert problems(group(step(1))) == ["group 3, trajectory 1: steps [1] must be contiguous from 0"]
+    where = "group 3, trajectory 1: "
+    assert problems(group(step(last=False), step(2))) == [where + "steps [0, 2] must be contiguous from 0"]
+    assert problems(group(step(1))) == [where + "steps [1] must be contiguous from 0"]
 
 
 @pytest.mark.parametrize("last, said", [((False, False), []), ((True, True), [0, 1]), ((True, False), [0])])

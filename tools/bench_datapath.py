@@ -242,7 +242,7 @@ def main() -> int:
     try:
         python = peer_python()
     except (PeerError, OSError, subprocess.SubprocessError) as error:
-        print(f"bench_datapath: {error}\nit needs a Python package index (pip) and a writable cache folder", file=sys.stderr)
+        print(f"bench_datapath: {error}\nit needs a package index (pip) and a writable cache folder", file=sys.stderr)
         return 2
     print(f"{'workload':<16}{'ours s':>9}{'theirs s':>10}{'speed-up':>10}{'with routing s':>16}{'peak ratio':>12}")
     workloads = {}

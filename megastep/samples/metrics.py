@@ -2,7 +2,7 @@
 
     reward/mean, reward/std              total reward of a trajectory
     reward/success                       share that succeeded: env_metrics["success"] where given, else reward > 0
-    reward/pass_at_K                     chance that one of K trajectories of a prompt succeeds; K = 1, 2, 4, ... up to n
+    reward/pass_at_K                     chance that one of K trajectories of a prompt succeeds; K = 1, 2, 4, ...
     rollout/trajectories, rollout/prompts
     rollout/turns_mean, _max             steps of a trajectory
     rollout/response_tokens_mean, _max   response tokens of a trajectory, over all its steps
@@ -97,7 +97,8 @@ def _pass_at_k(groups: list[Group]) -> dict[str, float]:
 
 def filter_metrics(dropped: list[Dropped], trajectories: int) -> dict[str, float]:
     """`trajectories`: how many went in."""
-    return {"filter/dropped": len(dropped)} | ({"filter/dropped_share": len(dropped) / trajectories} if trajectories else {})
+    share = {"filter/dropped_share": len(dropped) / trajectories} if trajectories else {}
+    return {"filter/dropped": len(dropped)} | share
 
 
 def layout_metrics(report: FoldReport, micro_batches: list[list[MicroBatch]], budget_tokens: int) -> dict[str, float]:

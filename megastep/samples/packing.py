@@ -1,6 +1,6 @@
 """Packing: which rank computes what, in which micro-batch.
 
-    mini_batches   prompts → optimizer steps; B prompts in mini-batches of b make ceil(B / b) of them, whatever the turns
+    mini_batches   prompts → optimizer steps: B prompts, b each, make ceil(B / b) of them, however many turns
     cut            a trie over the budget → parts under it, along depth-first order, with the least repeated prefix
     pack           parts → bins under the budget → ranks, so that ranks and micro-batches cost about the same
     join           a bin → one forest, padded to the alignment
@@ -90,14 +90,15 @@ def _check_paths(trie: Trie, step_leaf: np.ndarray, starts: np.ndarray, budget: 
         row = starts[longest]
         loss = trie.loss
         raise ValueError(
-            f"group {loss.group[row]}, trajectory {loss.trajectory[row]}, step {loss.step[row]}: {tokens} tokens in one "
-            f"path do not fit a micro-batch of {budget}; raise train.micro_batch_tokens"
+            f"group {loss.group[row]}, trajectory {loss.trajectory[row]}, step {loss.step[row]}: {tokens} tokens in "
+            f"one path do not fit a micro-batch of {budget}; raise train.micro_batch_tokens"
         )
 
 
 def _best_cuts(path: list[int], shared: list[int], budget: int) -> list[int]:
     """The first leaf of each part: least repeated tokens, then fewest parts."""
-    size = np.cumsum([0] + [p - s for p, s in zip(path, shared)]).tolist()  # leaves i..j: shared[i] + size[j+1] - size[i]
+    # A part of the leaves i..j has shared[i] + size[j + 1] - size[i] tokens.
+    size = np.cumsum([0] + [p - s for p, s in zip(path, shared)]).tolist()
     best = [(0, 0)]  # [j] (tokens repeated, parts) of the best cuts of leaves 0..j-1
     before = [0]  # [j] where its last part begins
     window: deque[int] = deque()  # starts of a part that may end at j, the best in front
@@ -178,7 +179,7 @@ def _deal(bins: list[list[int]], costs: list[float], ranks: int) -> list[list[li
 
 
 def join(parts: list[Trie], align: int, shape: tuple[int, int] | None) -> MicroBatch:
-    """One forest of some tries, with a padding sequence at its end; `shape` of the batch's experts, if there are any."""
+    """One forest of some tries, with a padding sequence at its end; `shape` of the batch's experts, if it has any."""
     real = sum(map(len, parts))
     padding = -real % align if parts else align
     if padding:

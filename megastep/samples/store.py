@@ -45,7 +45,8 @@ A file can be written with numpy alone. Two samples of one prompt, one step each
     header = {"__metadata__": {"format": "megastep.rollouts", "version": "1", "trajectories": json.dumps(trajectories)}}
     at = 0
     for name, column in sorted(columns.items(), key=lambda item: -item[1].itemsize):
-        header[name] = {"dtype": names[column.dtype.str[1:]], "shape": column.shape, "data_offsets": [at, at + column.nbytes]}
+        dtype = names[column.dtype.str[1:]]
+        header[name] = {"dtype": dtype, "shape": column.shape, "data_offsets": [at, at + column.nbytes]}
         at += column.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -224,7 +225,8 @@ def _open(path: Path) -> tuple[dict, memoryview]:
 
 def _check_format(path: str | Path, metadata: dict) -> None:
     if metadata.get("format") != FORMAT:
-        raise StoreError(f"{path}: a safetensors file but not a rollout file (its format is {metadata.get('format')!r})")
+        found = metadata.get("format")
+        raise StoreError(f"{path}: a safetensors file but not a rollout file (its format is {found!r})")
     version = metadata.get("version", "")
     if not version.isdigit():
         raise StoreError(f"{path}: its version is {version!r}, a number is needed")

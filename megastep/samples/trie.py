@@ -156,7 +156,7 @@ class _Tree:
         return node
 
     def _cut(self, node: int, depth: int) -> int:
-        """Put the part of a node above `depth` into a new node. The lower part keeps its number, children and leaves."""
+        """Move the part of a node above `depth` into a new node; the lower part keeps its number and children."""
         upper_length = depth - self.depth[node]
         first = self.first[node]
         upper = self._add(self.parent[node], int(self.keys[first]), first, self.depth[node], upper_length)

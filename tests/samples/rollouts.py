@@ -65,14 +65,12 @@ def groups(draw, max_groups=2, routing=("none", "full", "delta"), noise=0.0):
     """Groups of any shape; `noise` is the chance that a recorded token took other experts than true_experts."""
     random = draw(st.randoms(use_true_random=False))
     mode = draw(st.sampled_from(routing))
-    result = [
-        _random_group(random, id, mode, noise) for id in range(draw(st.integers(1, max_groups)))
-    ]  # fmt: skip
+    result = [random_group(random, id, mode, noise) for id in range(draw(st.integers(1, max_groups)))]
     validate(result)
     return result
 
 
-def _random_group(random, id: int, mode: str, noise: float) -> Group:
+def random_group(random, id: int, mode: str, noise: float) -> Group:
     first = _ids(random, 1, 5)
     trajectories = []
     for index in range(random.randint(1, 4)):
@@ -161,10 +159,10 @@ def rows_of(tries: list[Trie]) -> Counter:
     for trie in tries:
         loss = trie.loss
         for r in np.flatnonzero(loss.group >= 0).tolist():
-            logprob = float(loss.rollout_logprob[r])
+            columns = (loss.group, loss.trajectory, loss.step, loss.target, loss.advantage, loss.weight)
+            logprob = None if np.isnan(loss.rollout_logprob[r]) else loss.rollout_logprob[r].item()
             path = tuple(trie.tokens[path_of(trie, loss.src[r])].tolist())
-            rows[(loss.group[r].item(), loss.trajectory[r].item(), loss.step[r].item(), loss.target[r].item(),
-                  loss.advantage[r].item(), loss.weight[r].item(), None if np.isnan(logprob) else logprob, path)] += 1  # fmt: skip
+            rows[(*(column[r].item() for column in columns), logprob, path)] += 1
     return rows
 
 

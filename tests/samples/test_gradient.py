@@ -1,5 +1,7 @@
 """X4: whatever the layout, the gradient is the same. A small transformer in float64, attention by the predicate."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from megastep.samples import lay_out, make_samples
 from megastep.samples.trie import LAYOUTS
 
-from .rollouts import _random_group, group_of, trajectory
+from .rollouts import group_of, random_group, trajectory
 
 VOCAB, HIDDEN, HEADS, LAYERS = 12, 16, 2, 2
 
@@ -16,7 +18,10 @@ class Transformer(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        make = lambda *shape: torch.nn.Parameter(torch.randn(*shape, dtype=torch.float64) / shape[0] ** 0.5)  # noqa: E731
+
+        def make(*shape):
+            return torch.nn.Parameter(torch.randn(*shape, dtype=torch.float64) / shape[0] ** 0.5)
+
         self.embed, self.where = make(VOCAB, HIDDEN), make(64, HIDDEN)
         self.qkv = torch.nn.ParameterList([make(HIDDEN, 3 * HIDDEN) for _ in range(LAYERS)])
         self.out = torch.nn.ParameterList([make(HIDDEN, HIDDEN) for _ in range(LAYERS)])
@@ -41,20 +46,20 @@ def gradient(micro_batches):
     model = Transformer()
     for micro in (m for rank in micro_batches for m in rank):
         loss = micro.trie.loss
-        column = lambda name: torch.from_numpy(getattr(loss, name).astype(np.float64))  # noqa: E731, B023
-        logprob = model(micro.trie)[torch.from_numpy(loss.src.astype(np.int64)), torch.from_numpy(loss.target.astype(np.int64))]
-        ratio = (logprob - column("rollout_logprob")).exp()
-        gain = torch.minimum(ratio * column("advantage"), ratio.clamp(0.5, 2) * column("advantage"))
-        (-(column("weight") * gain).sum()).backward()
+        src, target = (torch.from_numpy(a.astype(np.int64)) for a in (loss.src, loss.target))
+        rollout, advantage, weight = (
+            torch.from_numpy(a.astype(np.float64)) for a in (loss.rollout_logprob, loss.advantage, loss.weight)
+        )
+        ratio = (model(micro.trie)[src, target] - rollout).exp()
+        gain = torch.minimum(ratio * advantage, ratio.clamp(0.5, 2) * advantage)
+        (-(weight * gain).sum()).backward()
     grads = torch.cat([p.grad.flatten() for p in model.parameters()])
     return grads, sum(m.real_tokens for rank in micro_batches for m in rank)
 
 
 def random_batch(seed):
-    import random
-
     source = random.Random(seed)
-    batch = [_random_group(source, id, "none", 0.0) for id in range(3)]
+    batch = [random_group(source, id, "none", 0.0) for id in range(3)]
     for s in (s for g in batch for t in g.trajectories for s in t.steps):
         s.logprobs = np.log(np.full(len(s.response_ids), 0.1, np.float32))
     return batch

@@ -11,7 +11,8 @@ A, B, C, O = 1, 2, 3, 6
 
 
 def batch():
-    long = trajectory(([A], [B, B]), ([A, B, B, O], [C]), ([A, B, B, O, C, O], [C]), rewards=[0, 0, 1], env_metrics={"calls": 2})
+    turns = ([A], [B, B]), ([A, B, B, O], [C]), ([A, B, B, O, C, O], [C])
+    long = trajectory(*turns, rewards=[0, 0, 1], env_metrics={"calls": 2})
     short = trajectory(([A], [C]), stop_reason="context", env_metrics={"calls": 0, "note": "text"})
     never = trajectory(stop_reason="context")
     won = trajectory(([A], [B]), env_metrics={"success": True})
@@ -79,8 +80,8 @@ def test_s14_fillers_are_no_part_of_any_other_metric():
     samples = samples_of(group_of(trajectory(([A], [B, C]))))
     one, many = (layout_metrics(*reversed(lay_out(samples, ranks, 8)), 8) for ranks in (1, 5))
     assert many["train/fillers"] == 4
-    for name in ("train/sequences_before_merge", "train/tokens_before_merge", "train/tokens_distinct", "train/sharing_ratio"):
-        assert one[name] == many[name]
+    for name in ("sequences_before_merge", "tokens_before_merge", "tokens_distinct", "sharing_ratio"):
+        assert one[f"train/{name}"] == many[f"train/{name}"]
 
 
 def test_layout_metrics_of_nothing():

@@ -35,10 +35,10 @@ def test_s13_s14_x4_every_row_once_under_every_budget_and_number_of_ranks(batch,
     homes = {}
     for number, trie in enumerate(tries):
         assert 0 < len(trie) <= budget and len(trie) % align == 0
-        loss = trie.loss
-        for who in zip(loss.group.tolist(), loss.trajectory.tolist(), loss.step.tolist()):
+        whose = list(zip(trie.loss.group.tolist(), trie.loss.trajectory.tolist(), trie.loss.step.tolist()))
+        for who in whose:
             assert who[0] < 0 or homes.setdefault(who, number) == number  # a step is never spread over two
-        assert len(loss.step_starts()) == len(set(zip(loss.group.tolist(), loss.trajectory.tolist(), loss.step.tolist())))
+        assert len(trie.loss.step_starts()) == len(set(whose))  # and its rows are contiguous
 
 
 @some
@@ -92,7 +92,8 @@ def test_a_path_over_the_budget_names_the_trajectory_its_length_and_the_setting(
     with pytest.raises(ValueError) as error:
         lay_out(samples_of(group), ranks=1, budget_tokens=5)
     assert str(error.value) == (
-        "group 7, trajectory 1, step 1: 6 tokens in one path do not fit a micro-batch of 5; raise train.micro_batch_tokens"
+        "group 7, trajectory 1, step 1: 6 tokens in one path do not fit a micro-batch of 5; "
+        "raise train.micro_batch_tokens"
     )
     lay_out(samples_of(group), ranks=1, budget_tokens=6)
     with pytest.raises(ValueError, match="micro-batch of 4"):  # 7 tokens, but only 4 in whole units of 4

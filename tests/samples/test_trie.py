@@ -154,7 +154,8 @@ def test_s11_a_prefix_of_prompt_and_response_but_not_of_the_prompt_does_not_merg
 
 
 def test_s11_mixed_lengths_and_trajectories_do_not_run_together():
-    found, tries, _ = sequences(trajectory(([A], [B])), trajectory(([A], [B]), ([A, B, O], [C])), trajectory(([A], [D])))
+    two = trajectory(([A], [B]), ([A, B, O], [C]))
+    found, tries, _ = sequences(trajectory(([A], [B])), two, trajectory(([A], [D])))
     assert found == [[A], [A, B, O], [A]]
     assert [t.loss.trajectory.tolist() for t in tries] == [[0], [1, 1], [2]]
 
@@ -167,13 +168,10 @@ def test_s11_all_masked_steps_train_nothing_and_break_nothing():
 
 
 def test_s11_missing_logprobs_stay_missing():
-    first, second = trajectory(([A], [B]), ([A, B, O], [C])).steps
-    first.logprobs = None
-    second.logprobs = np.array([-0.5], np.float32)
-    _, tries, _ = sequences(trajectory(([A], [B])), trajectory(([A], [B])))
-    made = trajectory()
-    made.steps = [first, second]
-    _, tries, _ = sequences(made)
+    turns = trajectory(([A], [B]), ([A, B, O], [C]))
+    turns.steps[0].logprobs = None
+    turns.steps[1].logprobs = np.array([-0.5], np.float32)
+    _, tries, _ = sequences(turns)
     assert np.isnan(tries[0].loss.rollout_logprob[0]) and tries[0].loss.rollout_logprob[1] == -0.5
 
 

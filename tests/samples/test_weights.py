@@ -16,7 +16,9 @@ def batch():
     """Trained tokens per step: prompt 0: [2, 1], [3]; prompt 1: [1, 0]; an all-masked and an empty response."""
     return [
         group_of(trajectory(([A], [B, B]), ([A, B, C], [B])), trajectory(([A], [B, B, B]), ([A], [])), id=0),
-        group_of(trajectory(([C], [B, B], [True, False]), ([C, B], [C], [False])), trajectory(([C], [C], [False])), id=1),
+        group_of(
+            trajectory(([C], [B, B], [True, False]), ([C, B], [C], [False])), trajectory(([C], [C], [False])), id=1
+        ),
     ]
 
 
