@@ -62,8 +62,8 @@ class Step:
     versions: np.ndarray  # [V, 2] i32: a policy version, and how many response tokens in a row it sampled
     reward: float = 0.0
     finish: str = "stop"
-    # Experts of the tokens routing_start, routing_start + 1, ...: as the engine recorded them. It never
-    # forwards the last token it samples, and may leave out a prefix that an earlier step has recorded.
+    # Experts of the tokens routing_start, routing_start + 1, ... as the engine recorded them. It never forwards
+    # the last token it samples, and may leave out a prefix of the prompt that an earlier step has recorded.
     routing: np.ndarray | None = None  # [n, L, K] u8 or i16
     routing_start: int = 0
     state: int | None = None  # the environment's name for where it was; None: the prompt is the name
@@ -175,10 +175,12 @@ def _routing_problems(step: Step) -> list[str]:
     # The source of the last trained token must have its experts; what comes after may (an appended EOS has none).
     need = len(step.prompt_ids) + int(trained[-1]) if len(trained) else 0
     most = max(len(step) - 1, 0)
-    if not 0 <= step.routing_start or not need <= step.routing_end <= most:
-        covered = f"routing covers tokens {step.routing_start} to {step.routing_end}"
-        return [f"{covered}; its end must lie in {need} to {most}"]
-    return []
+    problems = []
+    if not 0 <= step.routing_start <= len(step.prompt_ids):
+        problems.append(f"routing_start is {step.routing_start}; it must lie in 0 to {len(step.prompt_ids)}, the prompt")
+    if not need <= step.routing_end <= most:
+        problems.append(f"routing ends before token {step.routing_end}; its end must lie in {need} to {most}")
+    return problems
 
 
 # ---------------------------------------------------------------- samples and tries

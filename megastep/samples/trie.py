@@ -443,8 +443,5 @@ def _continues(before: Sample, sample: Sample) -> bool:
         return False
     prompt, response = len(before.step.prompt_ids), before.step.response_ids
     ids = sample.step.prompt_ids
-    return (
-        len(ids) >= len(before.step)
-        and np.array_equal(ids[:prompt], before.step.prompt_ids)
-        and np.array_equal(ids[prompt : prompt + len(response)], response)
-    )
+    whole = np.array_equal(ids[:prompt], before.step.prompt_ids)
+    return whole and np.array_equal(ids[prompt : prompt + len(response)], response)

@@ -108,7 +108,7 @@ def _record(random, made: Step, before: Step | None, generated: int, noise: floa
     if before is not None and before.routing is not None:
         old = before.prompt_ids.tolist() + before.response_ids.tolist()
         same = next((k for k, (a, b) in enumerate(zip(old, ids)) if a != b), min(len(old), len(ids)))
-        start = min(same, before.routing_end, stop)
+        start = min(same, before.routing_end, stop, len(made.prompt_ids))
     rows = [true_experts(ids[: k + 1]) + (64 if random.random() < noise else 0) for k in range(start, stop)]
     made.routing = np.array(rows, np.uint8).reshape(-1, LAYERS, TOP_K)
     made.routing_start = start

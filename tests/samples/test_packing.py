@@ -127,10 +127,11 @@ def test_s13_no_prompt_is_lost_where_they_do_not_divide(prompts, size):
 
 
 def test_s13_groups_of_unequal_size_lose_no_row():
-    samples = samples_of(*batch_of(7, lambda i: 1 + i % 4))
+    samples = samples_of(*batch_of(11, lambda i: 1 + i % 4))
     for ranks in (1, 2, 3, 5, 8):
-        ranked, _ = lay_out(samples, ranks, budget_tokens=9)
-        assert rows_of([m.trie for rank in ranked for m in rank]) == expected_rows(samples)
+        for budget in (4, 6, 9):
+            ranked, _ = lay_out(samples, ranks, budget)
+            assert rows_of([m.trie for rank in ranked for m in rank]) == expected_rows(samples)
 
 
 # ---------------------------------------------------------------- S14: fillers and padding

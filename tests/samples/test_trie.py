@@ -83,7 +83,7 @@ def test_d2_under_split_a_delta_is_as_good_as_a_full_record(batch):
             if before.routing is None or after.routing is None:
                 continue
             both = [np.concatenate([s.prompt_ids, s.response_ids]) for s in (before, after)]
-            start = min(common_prefix(*both), before.routing_end, after.routing_end)
+            start = min(common_prefix(*both), before.routing_end, after.routing_end, len(after.prompt_ids))
             if before.routing_start == 0:
                 after.routing[:start] = before.routing[:start]
     wanted = experts_of(fold(samples, "trie", "split")[0])
@@ -91,7 +91,7 @@ def test_d2_under_split_a_delta_is_as_good_as_a_full_record(batch):
         for before, after in reversed(list(zip(t.steps, t.steps[1:]))):
             if before.routing is not None and after.routing is not None:
                 both = [np.concatenate([s.prompt_ids, s.response_ids]) for s in (before, after)]
-                start = min(common_prefix(*both), before.routing_end, after.routing_end)
+                start = min(common_prefix(*both), before.routing_end, after.routing_end, len(after.prompt_ids))
                 after.routing, after.routing_start = after.routing[start:], start
     assert experts_of(fold(samples, "trie", "split")[0]) == wanted
 
