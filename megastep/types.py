@@ -177,7 +177,8 @@ def _routing_problems(step: Step) -> list[str]:
     most = max(len(step) - 1, 0)
     problems = []
     if not 0 <= step.routing_start <= len(step.prompt_ids):
-        problems.append(f"routing_start is {step.routing_start}; it must lie in 0 to {len(step.prompt_ids)}, the prompt")
+        prompt = len(step.prompt_ids)
+        problems.append(f"routing_start is {step.routing_start}; it must lie in 0 to {prompt}, the prompt")
     if not need <= step.routing_end <= most:
         problems.append(f"routing ends before token {step.routing_end}; its end must lie in {need} to {most}")
     return problems

@@ -51,6 +51,14 @@ class FoldReport:
     routes_compared: int = 0  # experts that a step recorded for a token it does not own
     routes_conflicting: int = 0  # ... and that differ from the owner's
 
+    def count(self, trie: Trie) -> None:
+        self.sequences_after += trie.sequences
+        self.tokens_after += len(trie)
+        if trie.routes is not None:
+            replayed = sum(map(len, trie.routes.rows))
+            self.tokens_replayed += replayed
+            self.tokens_free += len(trie) - replayed
+
 
 def fold(samples: list[Sample], layout: str = "trie", on_conflict: str = "owner") -> tuple[list[Trie], FoldReport]:
     """Tries of the samples, prompt by prompt. The steps of a trajectory must come in order."""
@@ -71,35 +79,33 @@ def fold(samples: list[Sample], layout: str = "trie", on_conflict: str = "owner"
 def _fold_group(samples: list[Sample], layout: str, on_conflict: str, report: FoldReport) -> list[Trie]:
     rows = _Rows(samples)
     if not len(rows.response):
-        return []
-    tree = _Tree(samples)
-    trie = tree.trie(rows)
-    if any(sample.step.routing is not None for sample in samples):
-        trie.routes, owner = _routes(samples, tree, trie)
-        conflicts = _conflicts(samples, tree, trie, owner, report)
-        if conflicts and on_conflict == "split":
-            tree.split(samples, conflicts)
-            trie = tree.trie(rows)
-            trie.routes, _ = _routes(samples, tree, trie)
-    distinct = restrict(trie, slice(None))
+        return []  # nothing is trained
+    distinct = restrict(_build(samples, rows, on_conflict, report), slice(None))
     if layout == "trie":
         result = [distinct]
     else:
-        alone = [(i, i + 1) for i in range(len(samples))]
-        chains = alone if layout == "flat" else _chains(samples, rows, distinct)
-        bounds = [rows.start[[first, stop]].tolist() for first, stop in chains]
-        result = [restrict(distinct, slice(*bound)) for bound in bounds if bound[0] < bound[1]]
+        result = [restrict(distinct, part) for part in _parts(samples, rows, distinct, layout)]
     report.sequences_before += int(np.count_nonzero(rows.need))
     report.tokens_before += int(rows.need.sum())
     report.tokens_distinct += len(distinct)
     for trie in result:
-        report.sequences_after += trie.sequences
-        report.tokens_after += len(trie)
-        if trie.routes is not None:
-            replayed = sum(map(len, trie.routes.rows))
-            report.tokens_replayed += replayed
-            report.tokens_free += len(trie) - replayed
+        report.count(trie)
     return result
+
+
+def _build(samples: list[Sample], rows: "_Rows", on_conflict: str, report: FoldReport) -> Trie:
+    """Everything the steps hold, trained or not: what is not trained may still have recorded experts."""
+    tree = _Tree(samples)
+    trie = tree.trie(rows)
+    if all(sample.step.routing is None for sample in samples):
+        return trie
+    trie.routes, owner = _routes(samples, tree, trie)
+    conflicts = _conflicts(samples, tree, trie, owner, report)
+    if conflicts and on_conflict == "split":
+        tree.split(samples, conflicts)
+        trie = tree.trie(rows)
+        trie.routes, _ = _routes(samples, tree, trie)
+    return trie
 
 
 # ---------------------------------------------------------------- the radix tree
@@ -212,14 +218,15 @@ class _Tree:
         keys = self.keys.astype(np.int64)
         for conflict, variant in zip(conflicts, _variants(samples, conflicts)):
             keys[self.bounds[conflict.sample] + conflict.position] += variant << 32
-        # What a step left out because an earlier step of its trajectory had recorded it, it has from there.
+        # What a step did not record itself, it has from the step before it in its trajectory.
         previous: dict[int, int] = {}
         for i, sample in enumerate(samples):
             j, previous[sample.trajectory] = previous.get(sample.trajectory), i
-            if j is not None and sample.step.routing_start:
+            missing = len(sample.step) if sample.step.routing is None else sample.step.routing_start
+            if j is not None and missing:
                 mine, theirs = self.bounds[i], self.bounds[j]
                 shared = common_prefix(self.keys[mine : self.bounds[i + 1]], self.keys[theirs : self.bounds[j + 1]])
-                inherited = min(shared, sample.step.routing_start)
+                inherited = min(shared, missing)
                 keys[mine : mine + inherited] = keys[theirs : theirs + inherited]
         self.keys = keys
         self._insert_all()
@@ -422,6 +429,14 @@ def _take_routes(routes: Routes, first: np.ndarray, length: np.ndarray, at: np.n
             new_start.append(to + a - begin)
             new_rows.append(routes.rows[run][a - starts[run] : b - starts[run]])
     return Routes(np.array(new_start, np.int32), new_rows, routes.shape)
+
+
+def _parts(samples: list[Sample], rows: _Rows, trie: Trie, layout: str) -> list[slice]:
+    """The loss rows of each sequence under `flat` or `merge`."""
+    alone = [(i, i + 1) for i in range(len(samples))]
+    ranges = alone if layout == "flat" else _chains(samples, rows, trie)
+    bounds = [rows.start[[first, stop]].tolist() for first, stop in ranges]
+    return [slice(first, stop) for first, stop in bounds if first < stop]
 
 
 def _chains(samples: list[Sample], rows: _Rows, trie: Trie) -> list[tuple[int, int]]:

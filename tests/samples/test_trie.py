@@ -299,6 +299,19 @@ def test_d2_split_separates_from_the_first_disagreement_on():
     assert [t.tokens.tolist() for t in merged] == [[A, B], [A, B, C, O, D]]
 
 
+def test_d2_under_split_what_a_step_did_not_record_it_has_from_its_own_trajectory():
+    stranger = trajectory(([A, B], [C]))
+    turns = trajectory(([A, B], [C]), ([A, B, C, O], [D]), ([A, B, C, O, D, O], [E]))
+    recorded(stranger.steps[0], [10, 11])
+    recorded(turns.steps[0], [20, 21])  # the second step recorded nothing, the third what came after the first
+    recorded(turns.steps[2], [22, 23, 24, 25], start=2)
+    for layout in LAYOUTS:
+        tries, _ = fold(samples_of(group_of(stranger, turns)), layout, "split")
+        found = experts_of(tries)
+        assert [row[0][0] for row in found[(0, 1, 1, 4)]] == [20, 21, 22, 23]
+        assert [row[0][0] for row in found[(0, 1, 2, 6)]] == [20, 21, 22, 23, 24, 25]
+
+
 def test_d2_steps_that_agree_against_the_owner_still_share():
     group = group_of(*[trajectory(([A, B], [C])) for _ in range(3)])
     for t, number in zip(group.trajectories, (10, 20, 20)):
