@@ -1,0 +1,43 @@
+"""The step-wise data path: pure numpy, neither Ray, vLLM nor Megatron.
+
+    Group[Trajectory[Step]]
+        filters    which trajectories are trained on, and why the others are not
+        credit     one advantage per step
+        weights    one weight per step, over the mini-batch
+      Sample       a step with its identity and both numbers: from here on nothing of the objective changes
+        trie       the steps of a prompt folded; every distinct token once
+        packing    micro-batches per data-parallel rank
+      MicroBatch
+
+    metrics        what to log about each of these
+    store          rollouts on disk
+
+    for groups in packing.mini_batches(batch, prompts=32):      # one optimizer step each
+        samples = make_samples(groups, estimator="grpo", normalize="token")
+        micro_batches, report = lay_out(samples, ranks=8, budget_tokens=32_768)
+"""
+
+from megastep.samples import credit, packing, trie, weights
+from megastep.types import Group, MicroBatch, Sample
+
+
+def make_samples(groups: list[Group], estimator: str, normalize: str, discount: float = 1.0,
+                 step_weight: float = 1.0) -> list[Sample]:  # fmt: skip
+    """The samples of a mini-batch, credited and weighed."""
+    samples = []
+    for group, group_weights in zip(groups, weights.token_weights(groups, normalize)):
+        credits = credit.advantages(group, estimator, discount, step_weight)
+        for trajectory, advantage, weight in zip(group.trajectories, credits, group_weights):
+            samples += [
+                Sample(step, group.id, trajectory.index, a, w)
+                for step, a, w in zip(trajectory.steps, advantage.tolist(), weight.tolist())
+            ]
+    return samples
+
+
+def lay_out(samples: list[Sample], ranks: int, budget_tokens: int, align_tokens: int = 1, layout: str = "trie",
+            on_conflict: str = "owner", attention_tokens: int = 24_576,
+            ) -> tuple[list[list[MicroBatch]], trie.FoldReport]:  # fmt: skip
+    """The micro-batches of each rank, and what folding found."""
+    tries, report = trie.fold(samples, layout, on_conflict)
+    return packing.pack(tries, ranks, budget_tokens, align_tokens, attention_tokens), report

@@ -1,0 +1,144 @@
+"""Credit: one advantage per step, decided before any layout.
+
+    estimator      advantage of step t of trajectory i              statistics over
+    grpo           (Rᵢ − mean R) / std R                            the trajectories of the group
+    grpo_nostd     Rᵢ − mean R                                      the trajectories of the group
+    rloo           Rᵢ − mean of the others' R                       the trajectories of the group
+    maxrl          (Rᵢ − mean R) / mean R                           the trajectories of the group
+    step_returns   Gᵢₜ − mean Gₜ                                    the trajectories that took a step t
+    gigpo          grpo + w · (Gᵢₜ − mean G) / std G                ... and the steps that began in the same state
+
+R is a trajectory's total reward, G the discounted reward from a step on. An outcome estimator gives every step of a
+trajectory the same number; where it lands is decided by each step's own loss mask (see trie.py). A trajectory counts
+once, however many steps it took.
+
+Degenerate groups are defined: where there is nobody to compare with, or all are equal, the advantage is exactly 0. A
+reward that is not finite is an error here; `filters.finite_rewards` drops such trajectories and says so.
+
+Left out: `gae` and `reinforce++`. They give every token its own value across the steps of a trajectory, which one
+number per step cannot carry.
+"""
+
+from collections import defaultdict
+
+import numpy as np
+
+from megastep.types import Group, Step
+
+OUTCOME = ("grpo", "grpo_nostd", "rloo", "maxrl")
+STEPWISE = ("step_returns", "gigpo")
+TEMPORAL = ("gae", "reinforce++")
+
+
+def check_estimator(name: str) -> str | None:
+    """What is wrong with this choice of estimator, or None."""
+    if name in OUTCOME + STEPWISE:
+        return None
+    if name in TEMPORAL:
+        return (
+            "temporal estimators give per-token values across steps, which one advantage per step cannot represent; "
+            f"use one of {', '.join(OUTCOME)}, or with rewards per step {', '.join(STEPWISE)}"
+        )
+    return f"must be one of {', '.join(OUTCOME + STEPWISE)}"
+
+
+def advantages(group: Group, estimator: str, discount: float = 1.0, step_weight: float = 1.0) -> list[np.ndarray]:
+    """One array per trajectory, one number per step."""
+    problem = check_estimator(estimator)
+    if problem:
+        raise ValueError(f"credit.estimator = {estimator}: {problem}")
+    rewards = np.array([t.reward for t in group.trajectories], np.float64)
+    for trajectory, reward in zip(group.trajectories, rewards):
+        if not np.isfinite(reward):
+            raise ValueError(f"group {group.id}, trajectory {trajectory.index}: reward is {reward}, must be finite")
+    if estimator in OUTCOME:
+        per_trajectory = _OUTCOME[estimator](rewards)
+        return [np.full(len(t.steps), a, np.float32) for t, a in zip(group.trajectories, per_trajectory)]
+    returns = [discounted_returns([s.reward for s in t.steps], discount) for t in group.trajectories]
+    if estimator == "step_returns":
+        return step_returns(returns)
+    states = [[_state(s) for s in t.steps] for t in group.trajectories]
+    return gigpo(rewards, returns, states, step_weight)
+
+
+# ---------------------------------------------------------------- outcome rewards: [n] → [n]
+
+
+def grpo(rewards: np.ndarray) -> np.ndarray:
+    """(R − mean) / std, the sample deviation (n − 1). Shao et al. 2024, DeepSeekMath, eq. 3 and 4."""
+    if _says_nothing(rewards):
+        return np.zeros_like(rewards)
+    return (rewards - rewards.mean()) / rewards.std(ddof=1)
+
+
+def grpo_nostd(rewards: np.ndarray) -> np.ndarray:
+    """R − mean. Liu et al. 2025, Understanding R1-Zero-Like Training (Dr. GRPO)."""
+    return np.zeros_like(rewards) if _says_nothing(rewards) else rewards - rewards.mean()
+
+
+def rloo(rewards: np.ndarray) -> np.ndarray:
+    """R − mean of the others = n / (n − 1) · (R − mean). Ahmadian et al. 2024, Back to Basics."""
+    if _says_nothing(rewards):
+        return np.zeros_like(rewards)
+    return (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1))
+
+
+def maxrl(rewards: np.ndarray) -> np.ndarray:
+    """(R − mean) / mean, for rewards that are not negative. Tajwar et al. 2026, Maximum Likelihood RL."""
+    if rewards.min(initial=0) < 0:
+        raise ValueError(f"credit.estimator = maxrl: needs rewards of 0 or more, got {rewards.min()}")
+    if _says_nothing(rewards):
+        return np.zeros_like(rewards)
+    return (rewards - rewards.mean()) / rewards.mean()
+
+
+_OUTCOME = {"grpo": grpo, "grpo_nostd": grpo_nostd, "rloo": rloo, "maxrl": maxrl}
+
+
+def _says_nothing(values: np.ndarray) -> bool:
+    """Nothing to compare: fewer than two, or all equal (asked exactly, so that rounding never makes a signal)."""
+    return len(values) < 2 or values.min() == values.max()
+
+
+# ---------------------------------------------------------------- rewards per step
+
+
+def discounted_returns(rewards: list[float], discount: float) -> np.ndarray:
+    """Gₜ = rₜ + discount · Gₜ₊₁."""
+    returns = np.zeros(len(rewards) + 1)
+    for t in range(len(rewards) - 1, -1, -1):
+        returns[t] = rewards[t] + discount * returns[t + 1]
+    return returns[:-1]
+
+
+def step_returns(returns: list[np.ndarray]) -> list[np.ndarray]:
+    """Gᵢₜ − mean over the trajectories that took a step t: REINFORCE with a baseline per turn (Williams 1992).
+
+    With trajectories of one step it is grpo_nostd.
+    """
+    result = [np.zeros(len(r), np.float32) for r in returns]
+    for t in range(max(map(len, returns), default=0)):
+        alive = [i for i, r in enumerate(returns) if t < len(r)]
+        for i, advantage in zip(alive, grpo_nostd(np.array([returns[i][t] for i in alive]))):
+            result[i][t] = advantage
+    return result
+
+
+def gigpo(rewards: np.ndarray, returns: list[np.ndarray], states: list[list], step_weight: float) -> list[np.ndarray]:
+    """A_episode + w · A_step; A_step compares the returns of steps that began in the same state.
+
+    Feng et al. 2025, Group-in-Group Policy Optimization, eq. 3 to 8.
+    """
+    result = [np.full(len(r), a, np.float64) for r, a in zip(returns, grpo(rewards))]
+    anchors = defaultdict(list)  # state → the (trajectory, step) that began there
+    for i, trajectory_states in enumerate(states):
+        for t, state in enumerate(trajectory_states):
+            anchors[state].append((i, t))
+    for members in anchors.values():
+        for (i, t), advantage in zip(members, grpo(np.array([returns[i][t] for i, t in members]))):
+            result[i][t] += step_weight * advantage
+    return [r.astype(np.float32) for r in result]
+
+
+def _state(step: Step):
+    return step.prompt_ids.tobytes() if step.state is None else step.state

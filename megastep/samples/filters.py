@@ -1,0 +1,106 @@
+"""Filters: which trajectories are trained on. Each returns what is left and what it dropped, with the reason.
+
+    finite_rewards   a trajectory whose reward is NaN or infinite       dropped
+    over_long        a trajectory that was cut off                      kept | masked | dropped
+    zero_variance    a prompt whose trajectories all earned the same    dropped: no estimator learns from it
+    DynamicSampling  zero_variance over batches, until enough prompts remain (DAPO, Yu et al. 2025)
+
+They look at trajectories, never at steps: one trajectory has one reward however many rows it becomes. A masked
+trajectory keeps its place in the group's statistics and trains nothing.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megastep.types import Group, Trajectory
+
+OVER_LONG = ("keep", "mask", "drop")
+CUT_OFF = ("length", "context")  # finish of a step that ran out of room
+
+
+@dataclass(frozen=True)
+class Dropped:
+    group: int
+    trajectory: int
+    reason: str
+
+
+def finite_rewards(groups: list[Group]) -> tuple[list[Group], list[Dropped]]:
+    def reason(trajectory: Trajectory) -> str | None:
+        return None if np.isfinite(trajectory.reward) else f"reward is {trajectory.reward}"
+
+    return _drop(groups, reason)
+
+
+def over_long(groups: list[Group], policy: str) -> tuple[list[Group], list[Dropped]]:
+    """What to do with trajectories that hit a length limit. Masked ones are reported too: they train nothing."""
+    if policy not in OVER_LONG:
+        raise ValueError(f"filters.over_long = {policy}: must be one of {', '.join(OVER_LONG)}")
+    if policy == "keep":
+        return groups, []
+    kept, dropped = _drop(groups, _cut_off)
+    if policy == "drop":
+        return kept, dropped
+    masked = [replace(g, trajectories=[_mask(t) if _cut_off(t) else t for t in g.trajectories]) for g in groups]
+    return masked, [replace(d, reason=d.reason + ", masked") for d in dropped]
+
+
+def zero_variance(groups: list[Group]) -> tuple[list[Group], list[Dropped]]:
+    kept, dropped = [], []
+    for group in groups:
+        rewards = {t.reward for t in group.trajectories}
+        if len(rewards) > 1:
+            kept.append(group)
+        else:
+            reason = f"all {len(group.trajectories)} trajectories have reward {rewards.pop():g}" if rewards else ""
+            dropped += [Dropped(group.id, t.index, reason) for t in group.trajectories]
+    return kept, dropped
+
+
+@dataclass
+class DynamicSampling:
+    """Gathers prompts with a signal over as many batches as it takes; what is too much waits for the next step."""
+
+    prompts: int  # wanted per training step
+    max_batches: int  # give up after this many
+    waiting: list[Group] = field(default_factory=list)
+    batches: int = 0
+
+    def add(self, groups: list[Group]) -> tuple[list[Group] | None, list[Dropped]]:
+        """The prompts of the next training step, or None: sample more."""
+        kept, dropped = zero_variance(groups)
+        self.waiting += kept
+        self.batches += 1
+        if len(self.waiting) >= self.prompts:
+            ready, self.waiting, self.batches = self.waiting[: self.prompts], self.waiting[self.prompts :], 0
+            return ready, dropped
+        if self.batches >= self.max_batches:
+            raise ValueError(
+                f"filters.max_batches = {self.max_batches}: {len(self.waiting)} of {self.prompts} prompts had "
+                "trajectories of different reward; the task is too easy or too hard, or the limit too low"
+            )
+        return None, dropped
+
+
+def _drop(groups: list[Group], reason) -> tuple[list[Group], list[Dropped]]:
+    """Without the trajectories that `reason` gives one for; groups that lose all of them go too."""
+    kept, dropped = [], []
+    for group in groups:
+        reasons = [reason(t) for t in group.trajectories]
+        dropped += [Dropped(group.id, t.index, why) for t, why in zip(group.trajectories, reasons) if why]
+        left = [t for t, why in zip(group.trajectories, reasons) if not why]
+        if left:
+            kept.append(replace(group, trajectories=left))
+    return kept, dropped
+
+
+def _cut_off(trajectory: Trajectory) -> str | None:
+    if not trajectory.steps:
+        return "first prompt too long"
+    last = trajectory.steps[-1]
+    return f"cut off at step {last.index} ({last.finish})" if last.finish in CUT_OFF else None
+
+
+def _mask(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, steps=[replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in trajectory.steps])

@@ -1,0 +1,139 @@
+"""Metrics of the data path, by name. A number about trajectories counts each once; one about turns says `turn/`.
+
+    reward/mean, reward/std              total reward of a trajectory
+    reward/success                       share that succeeded: env_metrics["success"] where given, else reward > 0
+    reward/pass_at_K                     chance that one of K trajectories of a prompt succeeds; K = 1, 2, 4, ...
+    rollout/trajectories, rollout/prompts
+    rollout/turns_mean, _max             steps of a trajectory
+    rollout/response_tokens_mean, _max   response tokens of a trajectory, over all its steps
+    rollout/stop_REASON                  share of trajectories that ended so
+    rollout/no_steps                     trajectories whose first prompt was already too long
+    env/NAME                             mean over the trajectories that report a number of that name
+    turn/count                           steps of the batch
+    turn/prompt_tokens_mean, _max        of one model call
+    turn/response_tokens_mean, _max      of one model call
+    turn/finish_REASON                   share of model calls that ended so
+
+    filter/dropped                       trajectories that are not trained on
+    filter/dropped_share
+
+    train/sequences_before_merge         steps that train something
+    train/sequences_after_merge          root-to-leaf paths they were folded into
+    train/tokens_before_merge            tokens, were every step computed alone
+    train/tokens_distinct                tokens, every one of a trie once
+    train/tokens_computed                tokens in micro-batches: repeated prefixes, padding and fillers included
+    train/sharing_ratio                  tokens_before_merge / tokens_distinct
+    train/micro_batches                  of each rank
+    train/fillers                        micro-batches that only keep the count equal
+    train/packing_efficiency             share of the budget of all micro-batches that real tokens fill
+    train/balance                        mean tokens of a rank / most tokens of a rank
+    replay/conflict_rate                 share of experts recorded twice that differ from the owner's
+    replay/free_fraction                 share of tokens whose experts the live router decides
+
+Means over nothing are left out rather than given as NaN.
+"""
+
+from collections import Counter, defaultdict
+from math import comb
+
+import numpy as np
+
+from megastep.samples.filters import Dropped
+from megastep.samples.trie import FoldReport
+from megastep.types import Group, MicroBatch, Trajectory
+
+
+def rollout_metrics(groups: list[Group]) -> dict[str, float]:
+    """Of what was generated; the same function for training and evaluation, synchronous and not."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = np.array([t.reward for t in trajectories])
+    turns = [len(t.steps) for t in trajectories]
+    lengths = [sum(len(s.response_ids) for s in t.steps) for t in trajectories]
+    metrics = {
+        "rollout/prompts": len(groups),
+        "rollout/trajectories": len(trajectories),
+        "rollout/no_steps": turns.count(0),
+        **_mean("reward/mean", rewards),
+        **({"reward/std": float(rewards.std())} if len(rewards) else {}),
+        **_mean("reward/success", [_success(t) for t in trajectories]),
+        **_mean_max("rollout/turns", turns),
+        **_mean_max("rollout/response_tokens", lengths),
+        **_shares("rollout/stop_", [t.stop_reason for t in trajectories]),
+    }
+    reported = defaultdict(list)
+    for t in trajectories:
+        for name, value in t.env_metrics.items():
+            if isinstance(value, (bool, int, float)):
+                reported[name].append(value)
+    for name, values in reported.items():
+        metrics |= _mean(f"env/{name}", values)
+    return metrics | _pass_at_k(groups) | _turn_metrics(trajectories)
+
+
+def _turn_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    steps = [s for t in trajectories for s in t.steps]
+    return {
+        "turn/count": len(steps),
+        **_mean_max("turn/prompt_tokens", [len(s.prompt_ids) for s in steps]),
+        **_mean_max("turn/response_tokens", [len(s.response_ids) for s in steps]),
+        **_shares("turn/finish_", [s.finish for s in steps]),
+    }
+
+
+def _success(trajectory: Trajectory) -> bool:
+    return bool(trajectory.env_metrics.get("success", trajectory.reward > 0))
+
+
+def _pass_at_k(groups: list[Group]) -> dict[str, float]:
+    """1 − C(n − c, k) / C(n, k) with c successes of n, averaged over prompts (Chen et al. 2021, eq. 1)."""
+    counts = [(len(g.trajectories), sum(map(_success, g.trajectories))) for g in groups]
+    smallest = min((n for n, _ in counts), default=0)
+    metrics, k = {}, 1
+    while k <= smallest:
+        metrics |= _mean(f"reward/pass_at_{k}", [1 - comb(n - c, k) / comb(n, k) for n, c in counts])
+        k *= 2
+    return metrics
+
+
+def filter_metrics(dropped: list[Dropped], trajectories: int) -> dict[str, float]:
+    """`trajectories`: how many went in."""
+    share = {"filter/dropped_share": len(dropped) / trajectories} if trajectories else {}
+    return {"filter/dropped": len(dropped)} | share
+
+
+def layout_metrics(report: FoldReport, micro_batches: list[list[MicroBatch]], budget_tokens: int) -> dict[str, float]:
+    """Of one mini-batch, over all ranks. Fillers count as what they cost and as nothing else."""
+    all_batches = [m for rank in micro_batches for m in rank]
+    real = [sum(m.real_tokens for m in rank) for rank in micro_batches]
+    metrics = {
+        "train/sequences_before_merge": report.sequences_before,
+        "train/sequences_after_merge": report.sequences_after,
+        "train/tokens_before_merge": report.tokens_before,
+        "train/tokens_distinct": report.tokens_distinct,
+        "train/tokens_computed": sum(len(m.trie) for m in all_batches),
+        "train/micro_batches": len(micro_batches[0]),
+        "train/fillers": sum(m.real_tokens == 0 for m in all_batches),
+        "train/packing_efficiency": sum(real) / (budget_tokens * len(all_batches)),
+    }
+    if report.tokens_distinct:
+        metrics["train/sharing_ratio"] = report.tokens_before / report.tokens_distinct
+        metrics["train/balance"] = float(np.mean(real) / max(real))
+    if report.tokens_replayed:
+        metrics["replay/conflict_rate"] = report.routes_conflicting / max(report.routes_compared, 1)
+        metrics["replay/free_fraction"] = report.tokens_free / (report.tokens_free + report.tokens_replayed)
+    return metrics
+
+
+# ---------------------------------------------------------------- small statistics
+
+
+def _mean(name: str, values) -> dict[str, float]:
+    return {name: float(np.mean(values))} if len(values) else {}
+
+
+def _mean_max(name: str, values) -> dict[str, float]:
+    return {f"{name}_mean": float(np.mean(values)), f"{name}_max": max(values)} if len(values) else {}
+
+
+def _shares(prefix: str, names: list[str]) -> dict[str, float]:
+    return {f"{prefix}{name}": count / len(names) for name, count in sorted(Counter(names).items())}

@@ -1,0 +1,179 @@
+"""Rollouts for the tests: written by hand, or drawn at random; and what folding must give for them, the slow way."""
+
+from collections import Counter
+from zlib import crc32
+
+import numpy as np
+from hypothesis import strategies as st
+
+from megastep.types import Group, Sample, Step, Trajectory, Trie, validate
+
+LAYERS, TOP_K = 2, 2
+EOS = 9
+
+
+def step(index, prompt, response, *, last=True, mask=None, logprobs="zeros", **more) -> Step:
+    response = np.array(response, np.int32)
+    return Step(
+        index=index,
+        last=last,
+        prompt_ids=np.array(prompt, np.int32),
+        response_ids=response,
+        loss_mask=np.ones(len(response), bool) if mask is None else np.array(mask, bool),
+        logprobs=np.zeros(len(response), np.float32) if isinstance(logprobs, str) else logprobs,
+        versions=np.array([[0, len(response)]], np.int32),
+        **more,
+    )
+
+
+def trajectory(*steps: tuple, index=0, group=0, rewards=None, **more) -> Trajectory:
+    """From (prompt, response) or (prompt, response, mask) of each step."""
+    made = [step(i, *s[:2], mask=s[2] if len(s) > 2 else None, last=i == len(steps) - 1) for i, s in enumerate(steps)]
+    for s, reward in zip(made, rewards or []):
+        s.reward = reward
+    return Trajectory(group, index, made, **more)
+
+
+def group_of(*trajectories: Trajectory, id=0) -> Group:
+    for i, t in enumerate(trajectories):
+        t.group_id, t.index = id, i
+    group = Group(id, list(trajectories))
+    validate([group])
+    return group
+
+
+def samples_of(*groups: Group) -> list[Sample]:
+    """With an advantage and a weight that tell whose they are."""
+    return [
+        Sample(s, g.id, t.index, advantage=g.id + t.index / 8 + s.index / 64, weight=1 + s.index / 8 + t.index / 64)
+        for g in groups
+        for t in g.trajectories
+        for s in t.steps
+    ]
+
+
+# ---------------------------------------------------------------- random rollouts
+
+
+def true_experts(path) -> np.ndarray:
+    """[L, K] that a router without noise would choose for the last token of a path."""
+    return (crc32(np.array(path, np.int32).tobytes()) >> np.arange(0, 8 * LAYERS, 8)[:, None] & 63) + np.arange(TOP_K)
+
+
+@st.composite
+def groups(draw, max_groups=2, routing=("none", "full", "delta"), noise=0.0):
+    """Groups of any shape; `noise` is the chance that a recorded token took other experts than true_experts."""
+    random = draw(st.randoms(use_true_random=False))
+    mode = draw(st.sampled_from(routing))
+    result = [random_group(random, id, mode, noise) for id in range(draw(st.integers(1, max_groups)))]
+    validate(result)
+    return result
+
+
+def random_group(random, id: int, mode: str, noise: float) -> Group:
+    first = _ids(random, 1, 5)
+    trajectories = []
+    for index in range(random.randint(1, 4)):
+        if trajectories and random.random() < 0.2:  # the same sample again
+            steps = [Step(**vars(s)) for s in trajectories[-1].steps]
+        else:
+            steps = _random_steps(random, first, mode, noise)
+        trajectories.append(Trajectory(id, index, steps))
+    return Group(id, trajectories)
+
+
+def _random_steps(random, prompt: list[int], mode: str, noise: float) -> list[Step]:
+    steps = []
+    count = random.randint(0 if random.random() < 0.1 else 1, 5)
+    for i in range(count):
+        response = _ids(random, 0, 5)
+        mask = [random.random() < 0.8 for _ in response] if random.random() < 0.8 else [False] * len(response)
+        generated = len(response)
+        if random.random() < 0.2:
+            response, mask = response + [EOS], mask + [False]
+        made = step(i, prompt, response, mask=mask, last=i == count - 1, reward=random.choice([0.0, 0.0, 0.5, 1.0]))
+        made.logprobs = None if random.random() < 0.1 else -np.abs(np.arange(len(response), dtype=np.float32)) - i
+        if mode != "none" and random.random() < 0.9:
+            _record(random, made, steps[-1] if steps and mode == "delta" else None, generated, noise)
+        steps.append(made)
+        prompt = _next_prompt(random, prompt, response)
+    return steps
+
+
+def _record(random, made: Step, before: Step | None, generated: int, noise: float) -> None:
+    """As an engine does: every token but the last it sampled; with `before`, without what that step has."""
+    ids = made.prompt_ids.tolist() + made.response_ids.tolist()
+    stop = max(len(made.prompt_ids) + generated - 1, 0)
+    start = 0
+    if before is not None and before.routing is not None:
+        old = before.prompt_ids.tolist() + before.response_ids.tolist()
+        same = next((k for k, (a, b) in enumerate(zip(old, ids)) if a != b), min(len(old), len(ids)))
+        start = min(same, before.routing_end, stop, len(made.prompt_ids))
+    rows = [true_experts(ids[: k + 1]) + (64 if random.random() < noise else 0) for k in range(start, stop)]
+    made.routing = np.array(rows, np.uint8).reshape(-1, LAYERS, TOP_K)
+    made.routing_start = start
+
+
+def _next_prompt(random, prompt: list[int], response: list[int]) -> list[int]:
+    kind = random.choice(["append", "append", "append", "nothing", "strip", "rewrite"])
+    if kind == "append":
+        return prompt + response + _ids(random, 1, 3)
+    if kind == "nothing":  # the observation was in the response already
+        return prompt + response
+    if kind == "strip":  # thinking gone from history
+        return prompt + response[random.randint(0, len(response)) :] + _ids(random, 1, 3)
+    return _ids(random, 1, 6)
+
+
+def _ids(random, low: int, high: int) -> list[int]:
+    return [random.randint(1, 3) for _ in range(random.randint(low, high))]
+
+
+# ---------------------------------------------------------------- the slow way
+
+
+def expected_rows(samples: list[Sample]) -> Counter:
+    """Every loss row with the tokens that predict it, straight from the steps."""
+    rows = Counter()
+    for s in samples:
+        ids = np.concatenate([s.step.prompt_ids, s.step.response_ids])
+        for j in np.flatnonzero(s.step.loss_mask).tolist():
+            at = len(s.step.prompt_ids) + j
+            logprob = None if s.step.logprobs is None else float(s.step.logprobs[j])
+            rows[(s.group, s.trajectory, s.step.index, int(ids[at]), np.float32(s.advantage).item(),
+                  np.float32(s.weight).item(), logprob, tuple(ids[:at].tolist()))] += 1  # fmt: skip
+    return rows
+
+
+def path_of(trie: Trie, token: int) -> np.ndarray:
+    """What a token sees, itself included: the predicate of the design, literally."""
+    k = np.arange(len(trie))
+    path = np.flatnonzero((k <= token) & (token < trie.end))
+    assert trie.position[path].tolist() == list(range(len(path)))
+    return path
+
+
+def rows_of(tries: list[Trie]) -> Counter:
+    """The loss rows that belong to somebody."""
+    rows = Counter()
+    for trie in tries:
+        loss = trie.loss
+        for r in np.flatnonzero(loss.group >= 0).tolist():
+            columns = (loss.group, loss.trajectory, loss.step, loss.target, loss.advantage, loss.weight)
+            logprob = None if np.isnan(loss.rollout_logprob[r]) else loss.rollout_logprob[r].item()
+            path = tuple(trie.tokens[path_of(trie, loss.src[r])].tolist())
+            rows[(*(column[r].item() for column in columns), logprob, path)] += 1
+    return rows
+
+
+def experts_of(tries: list[Trie]) -> dict:
+    """(group, trajectory, step, position of the target) → the experts along the path that predicts it."""
+    found = {}
+    for trie in tries:
+        routing, loss = trie.routing(), trie.loss
+        for r in np.flatnonzero(loss.group >= 0).tolist():
+            path = path_of(trie, loss.src[r])
+            who = (loss.group[r].item(), loss.trajectory[r].item(), loss.step[r].item(), len(path))
+            # A group in which nobody recorded anything may say so by None or by free tokens.
+            found[who] = None if routing is None or (routing[path] < 0).all() else routing[path].tolist()
+    return found

@@ -1,0 +1,87 @@
+import numpy as np
+import pytest
+
+from megastep.samples import make_samples
+from megastep.samples.filters import Dropped, DynamicSampling, finite_rewards, over_long, zero_variance
+
+from .rollouts import group_of, trajectory
+
+A, B, C = 1, 2, 3
+
+
+def with_rewards(id, *rewards, turns=2):
+    """Outcome rewards: the first steps of every trajectory have reward 0."""
+    steps = [([A] * (k + 1), [B]) for k in range(turns)]
+    return group_of(*[trajectory(*steps, rewards=[0.0] * (turns - 1) + [r]) for r in rewards], id=id)
+
+
+def test_x5_zero_variance_looks_at_trajectories_not_at_steps():
+    """Every group has steps of different reward; only one has trajectories of different reward."""
+    kept, dropped = zero_variance([with_rewards(0, 1, 1), with_rewards(1, 1, 0), with_rewards(2, 0.5)])
+    assert [g.id for g in kept] == [1]
+    assert dropped[0] == Dropped(0, 0, "all 2 trajectories have reward 1")
+    assert [(d.group, d.trajectory) for d in dropped] == [(0, 0), (0, 1), (2, 0)]
+
+
+def test_x5_rewards_spread_over_steps_are_summed():
+    one, other = trajectory(([A], [B]), ([A], [C]), rewards=[1.0, 0.0]), trajectory(([A], [B]), rewards=[1.0])
+    assert zero_variance([group_of(one, other)])[0] == []
+
+
+def test_finite_rewards_drops_the_trajectory_and_keeps_its_group():
+    kept, dropped = finite_rewards([with_rewards(0, 1, np.nan, 0), with_rewards(1, np.inf)])
+    assert [[t.index for t in g.trajectories] for g in kept] == [[0, 2]]
+    assert dropped == [Dropped(0, 1, "reward is nan"), Dropped(1, 0, "reward is inf")]
+    make_samples(kept, "grpo", "token")
+
+
+def cut_off():
+    group = with_rewards(0, 1, 0, 0)
+    group.trajectories[1].steps[-1].finish = "length"
+    group.trajectories[2].steps = []
+    return [group]
+
+
+REASONS = [Dropped(0, 1, "cut off at step 1 (length)"), Dropped(0, 2, "first prompt too long")]
+
+
+def test_over_long_trajectories_can_be_kept_or_dropped():
+    groups = cut_off()
+    assert over_long(groups, "keep") == (groups, [])
+    kept, dropped = over_long(groups, "drop")
+    assert [t.index for t in kept[0].trajectories] == [0]
+    assert dropped == REASONS
+
+
+def test_over_long_trajectories_can_be_masked_and_still_count_in_the_baseline():
+    groups = cut_off()
+    masked, dropped = over_long(groups, "mask")
+    assert [d.reason for d in dropped] == [d.reason + ", masked" for d in REASONS]
+    assert not masked[0].trajectories[1].steps[0].loss_mask.any()
+    assert groups[0].trajectories[1].steps[0].loss_mask.all()  # the rollout itself is not changed
+    whole, part = (make_samples(g, "grpo_nostd", "token") for g in (groups, masked))
+    assert [s.advantage for s in whole] == [s.advantage for s in part]
+    assert [s.weight for s in part] == [0.5, 0.5, 0, 0]
+
+
+def test_a_policy_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="filters.over_long = cut: must be one of keep, mask, drop"):
+        over_long([], "cut")
+
+
+def test_x5_dynamic_sampling_gathers_prompts_until_there_are_enough():
+    sampling = DynamicSampling(prompts=2, max_batches=3)
+    ready, dropped = sampling.add([with_rewards(0, 1, 0), with_rewards(1, 1, 1)])
+    assert ready is None and {d.group for d in dropped} == {1}
+    ready, _ = sampling.add([with_rewards(2, 0, 1), with_rewards(3, 0, 1)])
+    assert [g.id for g in ready] == [0, 2]
+    assert [g.id for g in sampling.waiting] == [3] and sampling.batches == 0  # the surplus waits
+    ready, _ = sampling.add([with_rewards(4, 0, 1)])
+    assert [g.id for g in ready] == [3, 4]
+
+
+def test_x5_dynamic_sampling_gives_up_with_a_reason():
+    sampling = DynamicSampling(prompts=2, max_batches=2)
+    sampling.add([with_rewards(0, 1, 0)])
+    with pytest.raises(ValueError, match="filters.max_batches = 2: 1 of 2 prompts"):
+        sampling.add([with_rewards(1, 0, 0)])

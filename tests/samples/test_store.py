@@ -1,0 +1,171 @@
+import json
+import os
+import struct
+import textwrap
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from safetensors import safe_open
+
+from megastep.samples import store
+from megastep.samples.store import StoreError, read, write
+
+from .rollouts import group_of, groups, trajectory
+
+A, B, C = 1, 2, 3
+
+
+def small(**more):
+    return [group_of(trajectory(([A], [B, C]), rewards=[0.1]), trajectory(([A], [C]), stop_reason="won", **more))]
+
+
+def same(a, b):
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return type(a) is type(b) and a == b
+
+
+def assert_same(groups, others):
+    assert [g.id for g in groups] == [g.id for g in others]
+    for g, o in zip(groups, others):
+        assert len(g.trajectories) == len(o.trajectories)
+        for t, u in zip(g.trajectories, o.trajectories):
+            assert vars(t) | {"steps": len(t.steps)} == vars(u) | {"steps": len(u.steps)}
+            for s, v in zip(t.steps, u.steps):
+                assert all(same(value, getattr(v, name)) for name, value in vars(s).items())
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups(noise=0.2))
+def test_a_round_trip_is_exact(tmp_path_factory, batch):
+    path = tmp_path_factory.mktemp("store") / "step_1.safetensors"
+    write(path, batch)
+    assert_same(batch, read(path))
+    again = path.with_name("again")
+    write(again, read(path))
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_metrics_states_and_rewards_survive(tmp_path):
+    batch = small(env_metrics={"success": True, "tools": 3, "note": "ü", "list": [1, None]})
+    batch[0].trajectories[0].steps[0].state = -5
+    write(tmp_path / "f", batch)
+    assert_same(batch, read(tmp_path / "f"))
+    assert read(tmp_path / "f")[0].trajectories[0].reward == 0.1
+
+
+def test_nothing_is_copied_and_nothing_can_be_written_to(tmp_path):
+    write(tmp_path / "f", small())
+    ids = read(tmp_path / "f")[0].trajectories[0].steps[0].prompt_ids
+    assert not ids.flags.owndata and not ids.flags.writeable
+
+
+def test_any_safetensors_reader_opens_it(tmp_path):
+    write(tmp_path / "f.safetensors", small())
+    with safe_open(tmp_path / "f.safetensors", framework="np") as file:
+        assert file.metadata()["format"] == "megastep.rollouts"
+        assert file.get_tensor("response_ids").tolist() == [B, C, C]
+
+
+def test_the_recipe_of_the_docstring_writes_a_readable_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = store.__doc__[store.__doc__.index("    import json, struct") :]
+    exec(textwrap.dedent(recipe), {})
+    (group,) = read("rollouts.safetensors")
+    assert [t.reward for t in group.trajectories] == [1.0, 0.0]
+    assert group.trajectories[0].steps[0].response_ids.tolist() == [8, 9]
+    with safe_open("rollouts.safetensors", framework="np") as file:
+        assert "prompt_ids" in file.keys()
+
+
+# ---------------------------------------------------------------- refusals, each one line
+
+
+def refused(path, text):
+    with pytest.raises(StoreError, match=text) as error:
+        read(path)
+    assert "\n" not in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path):
+    write(tmp_path / "whole", small())
+    content = (tmp_path / "whole").read_bytes()
+    header = 8 + struct.unpack("<Q", content[:8])[0]
+    for size in (header, header + 3, len(content) - 1):
+        (tmp_path / "cut").write_bytes(content[:size])
+        refused(tmp_path / "cut", "truncated, ")
+    (tmp_path / "cut").write_bytes(content[: header - 2])
+    refused(tmp_path / "cut", "truncated within its header")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"\x80\x04" + b"x" * 40, struct.pack("<Q", 4) + b"{no}", b"PK\x03\x04" * 9]
+)
+def test_a_foreign_file_is_refused(tmp_path, content):
+    (tmp_path / "f").write_bytes(content)
+    refused(tmp_path / "f", "not a rollout file")
+
+
+def test_another_safetensors_file_is_refused(tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"w": np.zeros(2)}, tmp_path / "f")
+    refused(tmp_path / "f", "a safetensors file but not a rollout file")
+
+
+def test_a_newer_file_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "VERSION", 2)
+    write(tmp_path / "f", small())
+    monkeypatch.undo()
+    refused(tmp_path / "f", "version 2 of the format, this megastep reads up to 1")
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    refused(tmp_path / "none", "cannot be read")
+    refused(tmp_path, "cannot be read")
+
+
+def edited(path, **columns):
+    """Rewrite an entry of the header, same length of file."""
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    for name, change in columns.items():
+        header[name.replace("__", "/")].update(change)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+def test_columns_that_do_not_fit_together_are_refused(tmp_path):
+    write(tmp_path / "f", small())
+    edited(tmp_path / "f", loss_mask={"shape": [99]})
+    refused(tmp_path / "f", "damaged")
+    write(tmp_path / "f", small())
+    edited(tmp_path / "f", prompt_ids={"dtype": "PICKLE"})
+    refused(tmp_path / "f", "damaged")
+
+
+def test_s16_what_is_read_is_validated(tmp_path, monkeypatch):
+    batch = small()
+    batch[0].trajectories[1].steps[0].last = False
+    monkeypatch.setattr(store, "validate", lambda groups: None)
+    write(tmp_path / "f", batch)
+    monkeypatch.undo()
+    refused(tmp_path / "f", "group 0, trajectory 1: steps marked last")
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    write(tmp_path / "f", small())
+    before = (tmp_path / "f").read_bytes()
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "f", small(env_metrics={"a": 1}))
+    assert (tmp_path / "f").read_bytes() == before
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_metrics_that_json_does_not_know_are_named(tmp_path):
+    with pytest.raises(StoreError, match="group 0, trajectory 1: env_metrics must hold JSON values"):
+        write(tmp_path / "f", small(env_metrics={"a": np.float32(1)}))
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,130 @@
+"""S16: each violation of a rollout is a line that names the trajectory and the step."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import megastep.types
+from megastep.types import Group, LossTable, RolloutError, Step, Trajectory, validate
+
+
+def step(index=0, last=True, prompt=(1, 2), response=(3, 4), **change):
+    made = {
+        "prompt_ids": np.array(prompt, np.int32),
+        "response_ids": np.array(response, np.int32),
+        "loss_mask": np.ones(len(response), bool),
+        "logprobs": np.zeros(len(response), np.float32),
+        "versions": np.array([[0, len(response)]], np.int32),
+    }
+    return Step(index, last, **(made | change))
+
+
+def group(*steps, id=3):
+    return Group(id, [Trajectory(id, 0, [step()]), Trajectory(id, 1, list(steps))])
+
+
+def problems(*groups):
+    with pytest.raises(RolloutError) as error:
+        validate(list(groups))
+    return error.value.problems
+
+
+def routing(tokens, layers=2, dtype=np.uint8):
+    return np.zeros((tokens, layers, 2), dtype)
+
+
+def test_s16_good_rollouts_pass():
+    validate([])
+    validate([group(step(last=False), step(1)), group(id=4)])
+    validate([group(step(logprobs=None, routing=routing(3)))])
+    validate([group(step(routing=routing(1), routing_start=2))])  # a delta
+    validate([group(step(response=(), versions=np.zeros((0, 2), np.int32), routing=routing(1)))])
+    eos_appended = step(response=(3, 4, 9), loss_mask=np.array([True, True, False]), routing=routing(3))
+    validate([group(eos_appended)])
+
+
+WHERE = "group 3, trajectory 1, step 0: "
+
+
+@pytest.mark.parametrize(
+    "change, wanted",
+    [
+        ({"loss_mask": np.ones(3, bool)}, "loss_mask has 3 entries for 2 response tokens"),
+        ({"logprobs": np.zeros(1, np.float32)}, "logprobs has 1 entries for 2 response tokens"),
+        ({"logprobs": np.zeros(2)}, "logprobs is float64 with 1 axes; float32 with one is needed"),
+        ({"prompt_ids": np.array([1, 2])}, "prompt_ids is int64 with 1 axes; int32 with one is needed"),
+        ({"prompt_ids": np.array([1, -1], np.int32)}, "prompt_ids holds the negative id -1"),
+        ({"prompt_ids": np.zeros(0, np.int32)}, "prompt_ids is empty"),
+        ({"versions": np.array([[0, 1]], np.int32)}, "versions cover 1 of 2 response tokens"),
+        ({"versions": np.zeros(2, np.int32)}, "versions is int32 [2]"),
+        ({"finish": "done"}, "finish is 'done'; one of stop, length, context, abort, error is needed"),
+        ({"routing": routing(4)}, "routing ends before token 4; its end must lie in 3 to 3"),
+        ({"routing": routing(2)}, "routing ends before token 2; its end must lie in 3 to 3"),
+        ({"routing": routing(3), "routing_start": 1}, "routing ends before token 4; its end must lie in 3 to 3"),
+        ({"routing": routing(0), "routing_start": 3}, "routing_start is 3; it must lie in 0 to 2, the prompt"),
+        ({"routing": routing(4), "routing_start": -1}, "routing_start is -1; it must lie in 0 to 2, the prompt"),
+        ({"routing": routing(3, dtype=np.int64)}, "routing is int64 with 3 axes"),
+        ({"routing": routing(3)[0]}, "routing is uint8 with 2 axes"),
+    ],
+)
+def test_s16_each_violation_in_a_step_names_it(change, wanted):
+    (problem,) = problems(group(step(**change)))
+    assert problem.startswith(WHERE + wanted)
+
+
+def test_s16_steps_must_be_contiguous():
+    where = "group 3, trajectory 1: "
+    assert problems(group(step(last=False), step(2))) == [where + "steps [0, 2] must be contiguous from 0"]
+    assert problems(group(step(1))) == [where + "steps [1] must be contiguous from 0"]
+
+
+@pytest.mark.parametrize("last, said", [((False, False), []), ((True, True), [0, 1]), ((True, False), [0])])
+def test_s16_the_final_step_and_no_other_is_last(last, said):
+    found = problems(group(*[step(i, mark) for i, mark in enumerate(last)]))
+    assert found == [f"group 3, trajectory 1: steps marked last: {said}; the final one must be, and no other"]
+
+
+def test_s16_identity_must_be_there_and_agree():
+    assert problems(group(step()), group(step())) == ["group 3: appears twice in the batch"]
+    assert "id must be from 0" in problems(group(step(), id=-1))[0]
+    stray = group(step())
+    stray.trajectories[1].group_id = 5
+    assert problems(stray) == ["group 3, trajectory 1: group_id is 5"]
+    stray.trajectories[1] = Trajectory(3, 0, [step()])
+    assert problems(stray) == ["group 3: trajectory indices [0, 0] must be distinct and not negative"]
+
+
+def test_s16_experts_have_one_shape_per_batch():
+    mixed = group(step(last=False, routing=routing(3)), step(1, routing=routing(3, layers=4)))
+    assert problems(mixed) == [
+        "experts: one shape and dtype per batch, found 2 layers × 2 uint8 in group 3, trajectory 1, step 0; "
+        "4 layers × 2 uint8 in group 3, trajectory 1, step 1"
+    ]
+
+
+def test_s16_all_violations_are_reported_at_once():
+    assert len(problems(group(step(finish="?", last=False), step(2, prompt_ids=np.zeros(0, np.int32))))) == 3
+
+
+def test_s2_the_reward_of_a_trajectory_is_the_sum_of_its_steps():
+    assert Trajectory(0, 0, [step(reward=0.5), step(reward=1.0)]).reward == 1.5
+    assert Trajectory(0, 0, []).reward == 0
+
+
+def test_loss_tables_know_where_steps_start():
+    ids = lambda *values: np.array(values, np.int32)  # noqa: E731
+    nothing = np.zeros(5, np.float32)
+    table = LossTable(ids(0, 1, 2, 3, 4), ids(0, 0, 0, 0, 0), nothing, nothing, nothing,
+                      ids(0, 0, 0, 0, 1), ids(0, 0, 1, 1, 1), ids(0, 0, 0, 1, 1))  # fmt: skip
+    assert table.step_starts().tolist() == [0, 2, 3, 4]
+    assert table.take(slice(2, 4)).src.tolist() == [2, 3] and table.take(slice(2, 4)).old_logprob is None
+    assert table.take(slice(0, 0)).step_starts().tolist() == []
+
+
+def test_types_imports_nothing_of_ours():
+    tree = ast.parse(Path(megastep.types.__file__).read_text())
+    imported = [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    imported += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    assert set(imported) == {"dataclasses", "functools", "numpy"}
