@@ -147,6 +147,7 @@ def _free_port() -> int:
 
 
 def rank_main(rank: int, config: Config, folder: Path, resume: Path | None, address: str, results: Connection) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)  # which GPU: all ranks are on this machine
     _end_with_driver()
     _send_output_to(folder / "log.txt")
     try:

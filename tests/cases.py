@@ -17,7 +17,7 @@ def make_worker(folder, layout: dict, precision: str = "fp32", steps: int = 100,
     config.policy.precision = precision
     config.train.steps = steps
     config.train.micro_batch_sequences = 1
-    config.optimizer.lr = 3e-3
+    config.optimizer.lr = 1e-3
     config.checkpoint.asynchronous = settings.get("asynchronous", False)
     parallel.start(config.policy.parallel, *ranks.current)
     return PolicyWorker(config)

@@ -138,6 +138,11 @@ def test_exit_code_2_without_traceback_or_process(capsys, monkeypatch):
     assert len(errors) >= 2 and all(line.startswith("error: ") for line in errors)
 
 
+def test_weights_that_are_not_there(capsys):
+    assert cli.main(["train", LOCAL, "model.init=hf"]) == 2
+    assert "error: configs/models/tiny-qwen3-moe: no weights; model.safetensors or" in capsys.readouterr().err
+
+
 def test_help_is_fast_and_imports_no_torch():
     begin = time.perf_counter()
     script = "import sys; sys.argv[1:] = ['--help']\ntry:\n import megastep.cli as c; c.main()\nfinally:\n print('torch' in sys.modules)"

@@ -115,8 +115,9 @@ def transformer_config(
         overlap_p2p_comm=layout.virtual > 1,
         batch_p2p_comm=layout.virtual == 1,
         perform_initialization=initialize,
-        # The same weights for one seed under every tensor-parallel size; slow only for large models.
-        use_cpu_initialization=not on_cuda,
+        # The same weights for one seed under every tensor-parallel size; slow only for large models. On the meta
+        # device it keeps Megatron from naming another one.
+        use_cpu_initialization=not (on_cuda and initialize),
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=on_cuda,
         bias_activation_fusion=on_cuda,

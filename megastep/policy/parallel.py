@@ -127,6 +127,11 @@ def place() -> Place:
     )
 
 
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def has_embedding(virtual_stage: int) -> bool:
     return mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage)
 

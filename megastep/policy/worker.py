@@ -74,7 +74,7 @@ class PolicyWorker:
     def _run(self, tokens: Tensor, finish, forward_only: bool = False) -> list:
         """Megatron's schedule over this data-parallel rank's micro-batches; what `finish` returned for each."""
         place, size = parallel.place(), self.config.train.micro_batch_sequences
-        micro_batches = tokens.chunk(place.data_size)[place.data].split(size)
+        micro_batches = tokens.chunk(place.data_size)[place.data].to(parallel.device()).split(size)
         return get_forward_backward_func()(
             forward_step_func=lambda data, model: _forward(next(data), model, finish, with_labels=not forward_only),
             data_iterator=[iter(micro_batches) for _ in self.chunks],
@@ -137,7 +137,6 @@ def _weighted_sum(per_token: Tensor, weight: float):
 def _sum_over_ranks(value) -> float:
     """Sum of a number that the last pipeline stage has, each tensor-parallel group once."""
     counts = parallel.on_last_stage() and parallel.place().tensor == 0
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    total = torch.tensor(float(value) if counts else 0.0, dtype=torch.float64, device=device)
+    total = torch.tensor(float(value) if counts else 0.0, dtype=torch.float64, device=parallel.device())
     dist.all_reduce(total)
     return total.item()

@@ -101,7 +101,7 @@ def _bring_to_rank_0(tensor: Tensor | None, holder: int, shape, dtype, me: int) 
     if me == holder:
         dist.send(tensor.contiguous(), dst=0)
     elif me == 0:
-        tensor = torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+        tensor = torch.empty(shape, dtype=dtype, device=parallel.device())
         dist.recv(tensor, src=holder)
         return tensor
     return None

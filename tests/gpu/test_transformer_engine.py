@@ -21,7 +21,7 @@ def test_logits_equal_transformers(name, models):
     folder, reference = models(name)
     ranks.current = (0, 1, "127.0.0.1:29533")
     worker = cases.make_worker(folder, {}, precision="bf16")
-    logits = worker.logits(some_tokens().cuda()).cpu()
+    logits = worker.logits(some_tokens()).cpu()
     with torch.no_grad():
         expected = reference.to(torch.bfloat16)(some_tokens()).logits.float()
     torch.testing.assert_close(logits, expected, atol=2e-2, rtol=2e-2)

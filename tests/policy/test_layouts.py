@@ -64,7 +64,7 @@ def _plain_steps(folder) -> list[tuple[float, float]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     tokens, result = some_tokens(), []
     for _ in range(10):
         optimizer.zero_grad()
@@ -94,7 +94,7 @@ def test_bf16_trains(name, layout, ranks, models, plain_steps):
     losses = [s["loss"] for s in steps]
     fp32 = [loss for loss, _ in plain_steps(name)]
     assert losses[-1] < losses[0] - 0.5 * (fp32[0] - fp32[-1])
-    np.testing.assert_allclose(losses, fp32, rtol=0.1)
+    np.testing.assert_allclose(losses, fp32, rtol=0.05)
 
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2_pp2"])

@@ -1,8 +1,12 @@
 """tools/convert_ckpt.py: bounded memory, all layouts, and one line for each mistake."""
 
+import contextlib
+import importlib.util
+import io
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,16 +17,22 @@ from megastep.sync.convert import rows_of
 from megastep.sync.hf_files import HFReader, write_shards
 from tests import cases
 
-TOOL = [sys.executable, "tools/convert_ckpt.py"]
 MEASURED = "import resource, runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as e: assert not e.code, e.code\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
 
 
-def convert(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run([*TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=200)
+def convert(*arguments) -> SimpleNamespace:
+    """The tool in this process; tests/test_train.py runs it as a user does."""
+    spec = importlib.util.spec_from_file_location("convert_ckpt", "tools/convert_ckpt.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code = tool.main([str(a) for a in arguments])
+    return SimpleNamespace(returncode=code, stderr=errors.getvalue())
 
 
 def peak_bytes(*arguments) -> int:
-    command = [sys.executable, "-c", MEASURED, TOOL[1], *map(str, arguments)]
+    command = [sys.executable, "-c", MEASURED, "tools/convert_ckpt.py", *map(str, arguments)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     return int(run.stdout.splitlines()[-1])
