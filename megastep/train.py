@@ -60,7 +60,8 @@ def train(config: Config, name: str) -> Path:
     log.close()
     saved = latest(folder / "checkpoints")
     print(f"loss {first:.3f} → {last:.3f}; metrics in {folder}/metrics.jsonl, checkpoint in {saved}")
-    print(f"to use it elsewhere: tools/convert_ckpt.py export {saved} HF_FOLDER")
+    python = os.path.relpath(sys.executable)
+    print(f"to use it elsewhere: {python} tools/convert_ckpt.py export {saved} HF_FOLDER")
     return folder
 
 

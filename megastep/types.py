@@ -115,7 +115,7 @@ def validate(groups: list[Group]) -> None:
     if len(shapes) > 1:
         problems.append("experts: one shape and dtype per batch, found " + "; ".join(
             f"{layers} layers × {top_k} {dtype} in {where}" for (layers, top_k, dtype), where in shapes.items()
-        ))  # fmt: skip
+        ))
     if problems:
         raise RolloutError(problems)
 
@@ -152,7 +152,7 @@ def _step_problems(step: Step) -> list[str]:
         if array is None and name == "logprobs":
             continue
         check(array.ndim == 1 and array.dtype == dtype,
-              f"{name} is {array.dtype} with {array.ndim} axes; {np.dtype(dtype)} with one is needed")  # fmt: skip
+              f"{name} is {array.dtype} with {array.ndim} axes; {np.dtype(dtype)} with one is needed")
         if name in ("loss_mask", "logprobs"):
             check(len(array) == response, f"{name} has {len(array)} entries for {response} response tokens")
         if name.endswith("_ids") and array.size:
@@ -160,7 +160,7 @@ def _step_problems(step: Step) -> list[str]:
     check(len(step.prompt_ids) > 0, "prompt_ids is empty; the first response token needs a token that predicts it")
     versions = step.versions
     check(versions.dtype == np.int32 and versions.ndim == 2 and versions.shape[1:] == (2,),
-          f"versions is {versions.dtype} {list(versions.shape)}; int32 rows (version, tokens) are needed")  # fmt: skip
+          f"versions is {versions.dtype} {list(versions.shape)}; int32 rows (version, tokens) are needed")
     covered = int(versions[:, 1].sum()) if versions.ndim == 2 and versions.shape[1:] == (2,) else response
     check(covered == response, f"versions cover {covered} of {response} response tokens")
     check(step.finish in FINISHES, f"finish is {step.finish!r}; one of {', '.join(FINISHES)} is needed")

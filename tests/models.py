@@ -7,12 +7,12 @@ VOCAB = 203  # no tensor-parallel size divides it
 SHAPE = dict(
     hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
     vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.1, tie_word_embeddings=False,
-)  # fmt: skip
+)
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 MOE = dict(head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
 

@@ -4,7 +4,13 @@ import ast
 from pathlib import Path
 
 # A module may import from its own layer and those before it.
-LAYERS = [("architecture", "types", "config"), ("samples",), ("rollout", "policy", "sync"), ("report", "cluster"), ("train", "cli", "__main__")]
+LAYERS = [
+    ("architecture", "types", "config"),
+    ("samples",),
+    ("rollout", "policy", "sync"),
+    ("report", "cluster"),
+    ("train", "cli", "__main__"),
+]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MEGATRON_STATE_READER = "policy/parallel.py"
 

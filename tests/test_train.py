@@ -51,8 +51,9 @@ def test_a_finished_run_says_so(run):
 
 def test_checkpoint_of_the_run_exports_and_imports(run, tmp_path):
     """D6: the tool, both ways, on a checkpoint that two expert-parallel ranks wrote."""
-    from megastep.sync.hf_files import HFReader
     import torch
+
+    from megastep.sync.hf_files import HFReader
 
     checkpoint = run[0] / "checkpoints" / "step_40"
     convert = [sys.executable, "tools/convert_ckpt.py"]

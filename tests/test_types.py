@@ -117,7 +117,7 @@ def test_loss_tables_know_where_steps_start():
     ids = lambda *values: np.array(values, np.int32)  # noqa: E731
     nothing = np.zeros(5, np.float32)
     table = LossTable(ids(0, 1, 2, 3, 4), ids(0, 0, 0, 0, 0), nothing, nothing, nothing,
-                      ids(0, 0, 0, 0, 1), ids(0, 0, 1, 1, 1), ids(0, 0, 0, 1, 1))  # fmt: skip
+                      ids(0, 0, 0, 0, 1), ids(0, 0, 1, 1, 1), ids(0, 0, 0, 1, 1))
     assert table.step_starts().tolist() == [0, 2, 3, 4]
     assert table.take(slice(2, 4)).src.tolist() == [2, 3] and table.take(slice(2, 4)).old_logprob is None
     assert table.take(slice(0, 0)).step_starts().tolist() == []

@@ -51,7 +51,7 @@ PROMPT, RESPONSE, OBSERVATION, THINKING = 800, 120, 500, 80
 SAMPLES, VOCAB, LAYERS, TOP_K, EXPERTS = 8, 150_000, 48, 8, 128
 RANKS, BUDGET, ALIGN = 8, 32_768, 8
 PEER = ("skyrl==0.3.0", "skyrl-gym==0.4.0", "pandas", "torchdata", "jaxtyping", "datasets", "multiprocess", "pyarrow",
-        "python-dateutil", "six", "dill", "xxhash", "loguru")  # fmt: skip
+        "python-dateutil", "six", "dill", "xxhash", "loguru")
 
 
 # ---------------------------------------------------------------- workloads
@@ -78,7 +78,7 @@ def _make_group(rng, id: int, turns: int, stripped: bool, routing: bool) -> Grou
                 loss_mask=np.ones(RESPONSE, bool), logprobs=np.full(RESPONSE, -0.1, np.float32),
                 versions=np.array([[0, RESPONSE]], np.int32), reward=float(i == turns - 1 and index % 2),
                 routing=experts, routing_start=recorded,
-            ))  # fmt: skip
+            ))
             recorded = len(ids) if stripped else len(ids) + RESPONSE - 1
             ids = np.concatenate([ids, response[THINKING if stripped else 0 :], _ids(rng, OBSERVATION)])
         group.trajectories.append(Trajectory(id, index, steps))
@@ -224,7 +224,7 @@ def measure_peer(shape: tuple[int, int], stripped: bool, runs: int, folder: Path
     file = folder / "workload.npz"
     prompts = [s.prompt_ids for s in steps]
     np.savez(file, prompts=np.concatenate(prompts), prompt_ends=np.cumsum([len(p) for p in prompts]),
-             responses=np.stack([s.response_ids for s in steps]), turns=shape[1], samples=SAMPLES)  # fmt: skip
+             responses=np.stack([s.response_ids for s in steps]), turns=shape[1], samples=SAMPLES)
     result = subprocess.run([peer_python(), "-c", PEER_SCRIPT, file, str(runs)], capture_output=True, text=True)
     file.unlink()
     if result.returncode:
@@ -253,10 +253,10 @@ def main() -> int:
             ours, plain_ratio = measure_ours(shape, stripped, False, args.runs)
             routed, routed_ratio = measure_ours(shape, stripped, True, min(args.runs, 3))
             row = {"ours_s": ours, "peer_s": peer, "speedup": peer / ours, "with_routing_s": routed,
-                   "peak_ratio": max(plain_ratio, routed_ratio)}  # fmt: skip
+                   "peak_ratio": max(plain_ratio, routed_ratio)}
             workloads[name] = {key: round(value, 4) for key, value in row.items()}
             print(f"{name:<16}{ours:>9.4f}{peer:>10.3f}{peer / ours:>9.1f}×{routed:>16.3f}"
-                  f"{row['peak_ratio']:>12.2f}", flush=True)  # fmt: skip
+                  f"{row['peak_ratio']:>12.2f}", flush=True)
     found, exponent = growth(args.runs)
     print("\ntrajectories (8 turns)  " + "  ".join(f"{n}: {seconds:.4f} s" for n, seconds in found))
     print(f"seconds grow with trajectories to the power {exponent:.2f}\n")

@@ -22,7 +22,7 @@ from megastep.types import Group, MicroBatch, Sample
 
 
 def make_samples(groups: list[Group], estimator: str, normalize: str, discount: float = 1.0,
-                 step_weight: float = 1.0) -> list[Sample]:  # fmt: skip
+                 step_weight: float = 1.0) -> list[Sample]:
     """The samples of a mini-batch, credited and weighed."""
     samples = []
     for group, group_weights in zip(groups, weights.token_weights(groups, normalize)):
@@ -37,7 +37,7 @@ def make_samples(groups: list[Group], estimator: str, normalize: str, discount: 
 
 def lay_out(samples: list[Sample], ranks: int, budget_tokens: int, align_tokens: int = 1, layout: str = "trie",
             on_conflict: str = "owner", attention_tokens: int = 24_576,
-            ) -> tuple[list[list[MicroBatch]], trie.FoldReport]:  # fmt: skip
+            ) -> tuple[list[list[MicroBatch]], trie.FoldReport]:
     """The micro-batches of each rank, and what folding found."""
     tries, report = trie.fold(samples, layout, on_conflict)
     return packing.pack(tries, ranks, budget_tokens, align_tokens, attention_tokens), report

@@ -34,7 +34,7 @@ def mini_batches(groups: list[Group], prompts: int) -> list[list[Group]]:
 
 
 def pack(tries: list[Trie], ranks: int, budget_tokens: int, align_tokens: int = 1,
-         attention_tokens: int = 24_576) -> list[list[MicroBatch]]:  # fmt: skip
+         attention_tokens: int = 24_576) -> list[list[MicroBatch]]:
     """Micro-batches of each rank. Empties `tries`: each is let go as soon as its tokens are in a micro-batch.
 
     attention_tokens: the length of context at which a token's attention costs as much as all else (dense: 6 × hidden).

@@ -153,7 +153,7 @@ def _columns(groups: list[Group]) -> dict[str, _Column]:
             np.zeros(len(s.response_ids), np.float32) if s.logprobs is None else s.logprobs for s in steps
         ]),
         "versions": _joined("<i4", (2,), [s.versions for s in steps]),
-    }  # fmt: skip
+    }
     if any(s.state is not None for s in steps):
         columns["step/has_state"] = _flat("|b1", [s.state is not None for s in steps])
         columns["step/state"] = _flat("<i8", [s.state or 0 for s in steps])

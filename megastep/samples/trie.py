@@ -205,7 +205,7 @@ class _Tree:
         order = self.order[1:]
         keys = np.concatenate([self.keys[self.first[n] : self.first[n] + self.length[n]] for n in order])
         at, length, depth, end = (np.array([column[n] for n in order], np.int32)
-                                  for column in (self.at, self.length, self.depth, self.end))  # fmt: skip
+                                  for column in (self.at, self.length, self.depth, self.end))
         return Trie(
             tokens=keys.astype(np.int32, copy=False),  # of a split key, the low half
             position=np.arange(len(keys), dtype=np.int32) + np.repeat(depth - at, length),
@@ -420,7 +420,7 @@ def _take_routes(routes: Routes, first: np.ndarray, length: np.ndarray, at: np.n
     starts = routes.start.tolist()
     stops = routes.start + np.array([len(r) for r in routes.rows], np.int32)
     overlaps = zip(np.searchsorted(stops, first, side="right").tolist(),
-                   np.searchsorted(routes.start, first + length).tolist())  # fmt: skip
+                   np.searchsorted(routes.start, first + length).tolist())
     stops = stops.tolist()
     new_start, new_rows = [], []
     for (low, high), begin, n, to in zip(overlaps, first.tolist(), length.tolist(), at.tolist()):

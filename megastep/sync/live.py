@@ -55,7 +55,7 @@ def load_hf(chunks: list, arch: Architecture, read) -> None:
     place = parallel.place()
     with torch.no_grad():
         for row, param in named_rows(chunks, arch):
-            cut, cuts = _cut_of(row, place)
+            cut, cuts = cut_of(row, place)
             param.copy_(to_megatron(row, read, arch, cut, cuts))
 
 
@@ -79,7 +79,7 @@ def _needed(row: Row, holders: list) -> list:
     return holders if row.form.axis is not None else holders[:1]
 
 
-def _cut_of(row: Row, place: parallel.Place) -> tuple[int, int]:
+def cut_of(row: Row, place: parallel.Place) -> tuple[int, int]:
     return (place.expert_tensor, place.expert_tensor_size) if row.is_expert else (place.tensor, place.tensor_size)
 
 

@@ -111,7 +111,7 @@ def megastep_train(run_dir, name: str, *overrides: str) -> list[str]:
     return [
         sys.executable, "-m", "megastep", "train", "configs/local.yaml", f"run.dir={run_dir}", f"run.name={name}",
         "train.batch_sequences=8", "train.micro_batch_sequences=2", "run.wandb=disabled", *overrides,
-    ]  # fmt: skip
+    ]
 
 
 def test_kill_during_save_resumes_from_the_previous_checkpoint(tmp_path):

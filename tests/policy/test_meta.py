@@ -8,7 +8,7 @@ from megastep.config import ParallelConfig
 from megastep.policy import parallel
 from megastep.policy.model import build_model
 from megastep.sync.convert import rows_of, to_megatron
-from megastep.sync.live import global_name
+from megastep.sync.live import cut_of, global_name
 
 BIG = {
     "qwen3-30b-a3b": (30.5e9, 16, ParallelConfig(tensor=2, pipeline=2, expert=4)),
@@ -32,7 +32,7 @@ def test_tables_cover_every_parameter_of_every_rank_exactly_once(name):
                 assert len(set(names)) == len(names)
                 for row_name, param in zip(names, model.parameters(), strict=True):
                     row = rows[row_name]  # KeyError: a parameter that no table knows
-                    cut, cuts = (place.expert_tensor, place.expert_tensor_size) if row.is_expert else (place.tensor, place.tensor_size)
+                    cut, cuts = cut_of(row, place)
                     assert param.is_meta
                     assert param.shape == to_megatron(row, lambda hf: torch.empty(shapes[hf]), arch, cut, cuts).shape
                     assert seen[row_name].setdefault(cut, param.shape) == param.shape

@@ -141,7 +141,7 @@ def expected_rows(samples: list[Sample]) -> Counter:
             at = len(s.step.prompt_ids) + j
             logprob = None if s.step.logprobs is None else float(s.step.logprobs[j])
             rows[(s.group, s.trajectory, s.step.index, int(ids[at]), np.float32(s.advantage).item(),
-                  np.float32(s.weight).item(), logprob, tuple(ids[:at].tolist()))] += 1  # fmt: skip
+                  np.float32(s.weight).item(), logprob, tuple(ids[:at].tolist()))] += 1
     return rows
 
 

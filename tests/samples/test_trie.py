@@ -7,9 +7,20 @@ from megastep.samples.trie import LAYOUTS, common_prefix, fold
 from megastep.types import FREE
 
 from .rollouts import (
-    EOS, LAYERS, TOP_K, experts_of, expected_rows, group_of, groups, path_of, rows_of, samples_of, step, trajectory,
+    EOS,
+    LAYERS,
+    TOP_K,
+    expected_rows,
+    experts_of,
+    group_of,
+    groups,
+    path_of,
+    rows_of,
+    samples_of,
+    step,
+    trajectory,
     true_experts,
-)  # fmt: skip
+)
 
 A, B, C, D, E, O = 1, 2, 3, 4, 5, 6
 some = settings(max_examples=120, deadline=None)
@@ -105,7 +116,7 @@ def test_x1_every_distinct_token_once_and_no_other(batch):
         for s in samples
         for (*_, path) in expected_rows([s])
         for k in range(len(path))
-    }  # fmt: skip
+    }
     tries, report = fold(samples)
     found = [(t.loss.group[0].item(), tuple(t.tokens[path_of(t, k)].tolist())) for t in tries for k in range(len(t))]
     assert len(found) == len(set(found)) == report.tokens_distinct

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megastep.architecture import read_architecture
+from megastep.config import Config
 from megastep.sync.convert import TABLES, ConvertError, from_megatron, rows_of, to_megatron
 from megastep.sync.hf_files import HFReader, refuse_non_empty, written_beside
 from megastep.train import refuse_unfit_weights
-from megastep.config import Config
 from tests import cases
 from tests.models import MODELS
 
@@ -67,8 +67,7 @@ def test_wrong_shape_is_named(broken):
     def edit(tensors):
         tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(5, 128)
 
-    message = r"tensor model.layers.1.self_attn.k_proj.weight has shape \[5, 128\], by config.json it should have \[128, 128\]"
-    with pytest.raises(ConvertError, match=message):
+    with pytest.raises(ConvertError, match=r"k_proj.weight has shape \[5, 128\], by config.json .* \[128, 128\]"):
         refuse_unfit_weights(broken(edit))
 
 
@@ -106,7 +105,11 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path):
 
 @pytest.mark.parametrize(
     "name, world, layout",
-    [("qwen3_moe", 2, dict(tensor=2, expert=2)), ("qwen2_tied", 4, dict(tensor=2, pipeline=2)), ("mixtral", 2, dict(expert=2))],
+    [
+        ("qwen3_moe", 2, dict(tensor=2, expert=2)),
+        ("qwen2_tied", 4, dict(tensor=2, pipeline=2)),
+        ("mixtral", 2, dict(expert=2)),
+    ],
 )
 def test_export_loads_in_transformers_with_the_same_logits(name, world, layout, ranks, models, tmp_path):
     from transformers import AutoModelForCausalLM

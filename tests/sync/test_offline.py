@@ -17,7 +17,15 @@ from megastep.sync.convert import rows_of
 from megastep.sync.hf_files import HFReader, write_shards
 from tests import cases
 
-MEASURED = "import resource, runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as e: assert not e.code, e.code\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+MEASURED = """
+import resource, runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
 
 
 def convert(*arguments) -> SimpleNamespace:
@@ -41,12 +49,13 @@ def peak_bytes(*arguments) -> int:
 @pytest.mark.parametrize("name, world, layout", [
     ("qwen3_moe_dense_layer", 4, dict(pipeline=2, expert=2)),
     ("qwen2_tied", 2, dict(tensor=2)),
-])  # fmt: skip
+])
 def test_import_then_train_equals_loading_the_weights(name, world, layout, ranks, models, tmp_path):
     folder, _ = models(name)
     assert convert("import", folder, tmp_path / "ckpt").returncode == 0
-    imported = ranks(world).run(cases.load_and_go_on, folder=folder, layout=layout, checkpoint=tmp_path / "ckpt", steps=2)
-    direct = ranks(world).run(cases.take_steps, folder=folder, layout=layout, steps=2)
+    arguments = dict(folder=folder, layout=layout, steps=2)
+    imported = ranks(world).run(cases.load_and_go_on, checkpoint=tmp_path / "ckpt", **arguments)
+    direct = ranks(world).run(cases.take_steps, **arguments)
     assert imported == direct
 
 
@@ -65,7 +74,7 @@ def test_memory_is_bounded_by_a_shard(tmp_path):
     shape = dict(
         model_type="llama", hidden_size=1024, num_hidden_layers=18, num_attention_heads=8, num_key_value_heads=8,
         intermediate_size=2560, vocab_size=1000, max_position_embeddings=64, tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     source, shard = tmp_path / "source", 60_000_000
     source.mkdir()
     (source / "config.json").write_text(json.dumps(shape))
@@ -102,7 +111,7 @@ def test_tokenizer_and_config_come_along(models, tmp_path):
     (("export", "{tmp}", "{tmp}/out"), "{tmp}: no megastep.json: not a checkpoint of megastep"),
     (("export", "{tmp}/none", "{tmp}/out"), "{tmp}/none: no such checkpoint"),
     (("import", "{tmp}/unknown", "{tmp}/out"), "unknown architecture model_type='gpt9'"),
-])  # fmt: skip
+])
 def test_mistakes_end_in_one_line(arguments, message, tmp_path):
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "config.json").write_text('{"model_type": "gpt9"}')
@@ -114,6 +123,7 @@ def test_mistakes_end_in_one_line(arguments, message, tmp_path):
 
 def test_wrong_shape_is_found_before_anything_is_written(models, tmp_path):
     import shutil
+
     from safetensors.torch import load_file
 
     folder = shutil.copytree(models("llama")[0], tmp_path / "model")

@@ -13,8 +13,9 @@ NEW_TOKENS = 12
 
 
 def greedy_with_transformers(model) -> list[list[int]]:
-    tokens = model.generate(some_tokens(), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
-    return tokens[:, some_tokens().shape[1] :].tolist()
+    prompts = some_tokens()
+    tokens = model.generate(prompts, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return tokens[:, prompts.shape[1] :].tolist()
 
 
 EXPORTS = {
