@@ -16,7 +16,7 @@ def make_worker(folder, layout: dict, precision: str = "fp32", steps: int = 100,
     config.policy.parallel = ParallelConfig(**layout)
     config.policy.precision = precision
     config.train.steps = steps
-    config.train.micro_batch_sequences = 1
+    config.train.micro_batch_sequences = 2
     config.optimizer.lr = 1e-3
     config.checkpoint.asynchronous = settings.get("asynchronous", False)
     parallel.start(config.policy.parallel, *ranks.current)

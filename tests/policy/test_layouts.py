@@ -25,9 +25,14 @@ MOE_LAYOUTS = {
 }
 LAYOUTS = {**DENSE_LAYOUTS, **MOE_LAYOUTS}
 CASES = [(m, lay) for m in MODELS for lay in (LAYOUTS if m in MOE_MODELS else DENSE_LAYOUTS)]
-# Every family under every layout; of the variants of a family, what splits their special parts.
+# Steps take longer: combinations of layouts for one dense and one MoE family, of variants what splits their parts.
 VARIANTS = ("llama_biases", "qwen3_moe_dense_layer")
-STEP_CASES = [(m, lay) for m, lay in CASES if m not in VARIANTS or lay in ("tp2", "pp2")]
+COMBINED = ("vpp2", "tp2_pp2_uneven", "pp2_ep2", "tp2_ep2_etp2")
+STEP_CASES = [
+    (m, lay)
+    for m, lay in CASES
+    if (lay in ("tp2", "pp2") if m in VARIANTS else m in ("llama", "qwen3_moe") or lay not in COMBINED)
+]
 
 
 @pytest.mark.parametrize("name, layout", CASES)
