@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from megastep.architecture import read_architecture
 from megastep.config import Config, to_yaml
+from megastep.lifetime import end_with_parent
 from megastep.policy.manifest import latest, read_manifest, refuse_other_model
 from megastep.report import MetricsLog
 from megastep.sync.convert import refuse_other_shape, rows_of
@@ -211,8 +212,4 @@ def _send_output_to(path: Path) -> None:
 def _end_with_driver() -> None:
     """Ctrl-C is the driver's to handle, and a killed driver must not leave ranks behind."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        import ctypes
-
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()

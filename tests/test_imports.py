@@ -5,7 +5,7 @@ from pathlib import Path
 
 # A module may import from its own layer and those before it.
 LAYERS = [
-    ("architecture", "types", "config"),
+    ("architecture", "types", "config", "lifetime"),
     ("samples",),
     ("rollout", "policy", "sync"),
     ("report", "cluster"),

@@ -13,10 +13,12 @@ Random state belongs to a layout: under another one the ranks start from the con
 """
 
 import logging
+import multiprocessing
 import os
 import random
 import shutil
 from dataclasses import asdict
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +26,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megastep.lifetime import end_with_parent
 from megastep.policy import parallel
 from megastep.policy.manifest import HF, describe, read_manifest, refuse_other_model, whole_checkpoints, write_manifest
 from megastep.sync.hf_files import copy_companions
@@ -38,6 +42,15 @@ _FORMAT_OPTIONS = {
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
 }
+
+
+def _start_results_helper() -> None:
+    """filesystem_async.py:51 keeps a helper process for the results of a save; ours ends with a rank that is killed."""
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        manager.start(initializer=end_with_parent)
+        filesystem_async._results_queue = manager.Queue()
+        filesystem_async._results_manager = manager  # it ends when nobody refers to it
 
 
 class Saver:
@@ -55,6 +68,7 @@ class Saver:
             partial.mkdir(parents=True)
             copy_companions(worker.config.model.path, partial / HF)
         dist.barrier()
+        _start_results_helper()
         manifest = describe(worker.arch, worker.step, _layout(worker), with_optimizer=True)
         request = dist_checkpointing.save(_state(worker, loading=False), str(partial), async_sharded_save=in_background)
         if not in_background:

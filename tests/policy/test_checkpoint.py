@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -114,6 +115,17 @@ def megastep_train(run_dir, name: str, *overrides: str) -> list[str]:
     ]
 
 
+def _descendants(pid: int) -> list[int]:
+    """Ranks, and what they have started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [p for child in map(int, children) for p in (child, *_descendants(child))]
+
+
+def _alive(pid: int) -> bool:
+    path = Path(f"/proc/{pid}/cmdline")
+    return path.exists() and path.read_bytes() != b""  # empty: ended, not yet reaped
+
+
 def test_kill_during_save_resumes_from_the_previous_checkpoint(tmp_path):
     """X6 in small: kill -9 of the driver while the second checkpoint is being written."""
     every_two = ("train.steps=6", "checkpoint.every_steps=2")
@@ -124,8 +136,12 @@ def test_kill_during_save_resumes_from_the_previous_checkpoint(tmp_path):
     deadline = time.time() + 120
     while not (killed / "step_4.partial").exists() and time.time() < deadline:
         time.sleep(0.005)
+    family = _descendants(process.pid)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    while any(map(_alive, family)) and time.time() < deadline:
+        time.sleep(0.1)
+    assert len(family) > 4 and not any(map(_alive, family)), "left behind"
     assert (killed / "step_4.partial").exists() and latest(killed).name == "step_2"
 
     subprocess.run(megastep_train(tmp_path, "killed", *every_two), check=True, capture_output=True, timeout=180)
