@@ -43,6 +43,10 @@ class RolloutError(ValueError):
         self.problems = problems
 
 
+class TrainingError(RuntimeError):
+    """A rank refuses to go on: what it was given, or what became of it, is not what was meant. One line."""
+
+
 # ---------------------------------------------------------------- rollouts
 
 
@@ -96,8 +100,21 @@ class Group:
     trajectories: list[Trajectory]
 
 
-def validate(groups: list[Group]) -> None:
-    """Raise RolloutError with every violation found, each with the trajectory and step it is in."""
+@dataclass(frozen=True)
+class ExpertShape:
+    """What the experts recorded for a model look like."""
+
+    experts: int  # per layer
+    top_k: int
+    moe_layers: tuple[bool, ...]  # of all layers, those with experts; what is recorded for the others means nothing
+
+
+def validate(groups: list[Group], vocab: int | None = None, experts: ExpertShape | None = None) -> None:
+    """Raise RolloutError with every violation found, each with the trajectory and step it is in.
+
+    vocab: the model's tokens; another tokenizer's ids would get a probability all the same. With `experts`, which
+    replay needs, every step that is trained must have recorded its experts, and they must be possible ones.
+    """
     problems = []
     shapes: dict[tuple, str] = {}  # (L, K, dtype) of the recorded experts → where it was first seen
     seen = set()
@@ -112,6 +129,9 @@ def validate(groups: list[Group]) -> None:
             problems.append(f"group {group.id}: trajectory indices {indices} must be distinct and not negative")
         for trajectory in group.trajectories:
             problems += _trajectory_problems(group, trajectory, shapes)
+            for step in trajectory.steps:
+                where = f"group {group.id}, trajectory {trajectory.index}, step {step.index}"
+                problems += [f"{where}: {problem}" for problem in _model_problems(step, trajectory, vocab, experts)]
     if len(shapes) > 1:
         problems.append("experts: one shape and dtype per batch, found " + "; ".join(
             f"{layers} layers × {top_k} {dtype} in {where}" for (layers, top_k, dtype), where in shapes.items()
@@ -182,6 +202,41 @@ def _routing_problems(step: Step) -> list[str]:
     if not need <= step.routing_end <= most:
         problems.append(f"routing ends before token {step.routing_end}; its end must lie in {need} to {most}")
     return problems
+
+
+def _model_problems(step: Step, trajectory: Trajectory, vocab: int | None, shape: ExpertShape | None) -> list[str]:
+    """What the model could not have made."""
+    problems = []
+    for name in ("prompt_ids", "response_ids"):
+        ids = getattr(step, name)
+        if vocab is not None and ids.size and ids.max() >= vocab:
+            problems.append(f"{name} holds the id {ids.max()}; the model's vocabulary ends at {vocab - 1}")
+    if shape is not None and step.loss_mask.any():
+        before = max((s.routing_end for s in trajectory.steps if s.index < step.index), default=0)
+        problem = _experts_problem(step, shape)
+        if problem is None and step.routing_start > before:
+            problem = f"experts begin at token {step.routing_start}, and earlier steps have recorded {before} tokens"
+        problems += [] if problem is None else [problem]
+    return problems
+
+
+def _experts_problem(step: Step, shape: ExpertShape) -> str | None:
+    routing = step.routing
+    if routing is None:
+        return "no experts recorded, and replay.enabled needs them"
+    layers = len(shape.moe_layers)
+    if routing.ndim != 3 or routing.shape[1:] != (layers, shape.top_k):
+        return f"experts of shape {list(routing.shape)}; the model has [tokens, {layers} layers, top {shape.top_k}]"
+    chosen = routing if all(shape.moe_layers) else routing[:, np.array(shape.moe_layers)]
+    if chosen.size and not 0 <= chosen.min() <= chosen.max() < shape.experts:
+        bad = chosen.min() if chosen.min() < 0 else chosen.max()
+        return f"expert {bad} recorded; the model has 0 to {shape.experts - 1}"
+    for other in range(1, shape.top_k):  # every pair, a column at a time: no sorted copy of all experts
+        twice = chosen[..., other:] == chosen[..., :-other]
+        if twice.any():
+            token, layer, _ = np.argwhere(twice)[0].tolist()
+            return f"token {step.routing_start + token} has one expert twice in the model's MoE layer {layer}"
+    return None
 
 
 # ---------------------------------------------------------------- samples and tries

@@ -1,81 +1,114 @@
 """What test ranks run. Each function builds its policy under the layout it is given."""
 
+import numpy as np
 import torch
 
 from megastep.config import Config, ParallelConfig
 from megastep.policy import parallel
+from megastep.policy.loop_state import LoopState
+from megastep.policy.replay import ReplayError
 from megastep.policy.worker import PolicyWorker
+from megastep.samples import lay_out
 from megastep.sync.hf_files import HFReader
+from megastep.types import Sample
 from tests import ranks
 from tests.models import some_tokens
+from tests.policy import updates as update_rollouts
+from tests.samples.rollouts import step
 
 
-def make_worker(folder, layout: dict, precision: str = "fp32", steps: int = 100, **settings) -> PolicyWorker:
+def make_worker(folder, layout: dict, settings: dict = {}) -> PolicyWorker:
+    """`settings`: values of the config by their dotted keys; supervised training unless they say otherwise."""
     config = Config()
     config.model.path = str(folder)
     config.policy.parallel = ParallelConfig(**layout)
-    config.policy.precision = precision
-    config.train.steps = steps
-    config.train.micro_batch_sequences = 2
-    config.optimizer.lr = 1e-3
-    config.checkpoint.asynchronous = settings.get("asynchronous", False)
+    for key, value in {"loss.kind": "nll", "optimizer.lr": 1e-3, "replay.enabled": False, **settings}.items():
+        *sections, name = key.split(".")
+        section = config
+        for part in sections:
+            section = getattr(section, part)
+        assert hasattr(section, name), key
+        setattr(section, name, value)
     parallel.start(config.policy.parallel, *ranks.current)
     return PolicyWorker(config)
 
 
-def logits_and_round_trip(folder, layout: dict):
-    """Logits of this rank's sequences (last stage only), with their place, and whether the export is bit-exact."""
+def next_token_batches(worker: PolicyWorker):
+    """This rank's micro-batches of some_tokens: each token but the first is trained, all with the same weight."""
+    tokens = some_tokens().numpy().astype(np.int32)
+    weight = 1 / tokens[:, 1:].size
+    samples = [Sample(step(0, t[:1], t[1:]), i, 0, advantage=1.0, weight=weight) for i, t in enumerate(tokens)]
+    p = worker.config.policy.parallel
+    batches, _ = lay_out(samples, parallel.place().data_size, budget_tokens=2 * tokens.shape[1], align_tokens=p.tensor,
+                         layout="flat", rounds_of=p.pipeline if p.virtual > 1 else 1)
+    return batches[parallel.place().data]
+
+
+def next_token_step(worker: PolicyWorker) -> dict[str, float]:
+    metrics = worker.update(next_token_batches(worker)).metrics
+    return {name: metrics[f"train/{name}"] for name in ("loss", "grad_norm", "lr")}
+
+
+def logprobs_and_round_trip(folder, layout: dict):
+    """{(sequence, target position): (logprob, entropy)} of this rank's sequences (last stage only), and whether the
+    export is bit-exact."""
     worker = make_worker(folder, layout)
-    logits = worker.logits(some_tokens())
+    batches = next_token_batches(worker)
+    found = {}
+    for batch, (logprobs, entropies) in zip(batches, worker.logprobs_and_entropies(batches)):
+        loss = batch.trie.loss
+        for g, src, *values in zip(loss.group.tolist(), loss.src, logprobs.tolist(), entropies.tolist()):
+            if g >= 0:
+                found[g, int(batch.trie.position[src]) + 1] = values
     place = parallel.place()
     original, exported = (HFReader(folder), {}) if place.rank == 0 else (None, None)
     for name, tensor in worker.hf_tensors():
         exported[name] = torch.equal(tensor, original(name))
     if place.rank == 0:
         exported = set(exported) == set(original.file_of) and all(exported.values())
-    return None if logits is None else (place.data, place.data_size, logits.numpy()), exported
+    return found, exported
 
 
 def take_steps(folder, layout: dict, steps: int, precision: str = "fp32") -> list[dict]:
-    worker = make_worker(folder, layout, precision)
-    return [worker.train_step(some_tokens()) for _ in range(steps)]
+    worker = make_worker(folder, layout, {"policy.precision": precision})
+    return [next_token_step(worker) for _ in range(steps)]
 
 
 def tied_copies(folder, layout: dict, steps: int):
     """The two ends of a tied embedding after some steps: what the first and the last stage hold."""
     worker = make_worker(folder, layout)
     for _ in range(steps):
-        worker.train_step(some_tokens())
+        next_token_step(worker)
     (chunk,) = worker.chunks
     return chunk.module.shared_embedding_or_output_weight().detach().numpy().copy()
 
 
 def export(folder, layout: dict, destination, precision: str = "fp32") -> None:
-    make_worker(folder, layout, precision).export(destination, shard_bytes=200_000)
+    make_worker(folder, layout, {"policy.precision": precision}).export(destination, shard_bytes=200_000)
 
 
 def save_then_go_on(folder, layout: dict, root, before: int, after: int, precision: str = "fp32", asynchronous=False):
     """Steps, a checkpoint, more steps; the metrics of the steps after the checkpoint."""
-    worker = make_worker(folder, layout, precision, asynchronous=asynchronous)
+    worker = make_worker(folder, layout, {"policy.precision": precision, "checkpoint.asynchronous": asynchronous})
     for _ in range(before):
-        worker.train_step(some_tokens())
-    worker.save(root)
-    metrics = [worker.train_step(some_tokens()) for _ in range(after)]
+        next_token_step(worker)
+    worker.save(root, LoopState(worker.step))
+    metrics = [next_token_step(worker) for _ in range(after)]
     worker.finish_saving()
     return metrics
 
 
 def load_and_go_on(folder, layout: dict, checkpoint, steps: int, precision: str = "fp32") -> list[dict]:
-    worker = make_worker(folder, layout, precision)
+    worker = make_worker(folder, layout, {"policy.precision": precision})
     worker.load(checkpoint)
-    return [worker.train_step(some_tokens()) for _ in range(steps)]
+    return [next_token_step(worker) for _ in range(steps)]
 
 
 def random_numbers_after_load(folder, layout: dict, root) -> tuple:
     """The next random numbers with and without a save and load between."""
     worker = make_worker(folder, layout)
-    worker.train_step(some_tokens())
-    worker.save(root)
+    next_token_step(worker)
+    worker.save(root, LoopState(worker.step))
     expected = torch.rand(3).tolist()
     parallel.seed_everything(99)
     worker.load(f"{root}/step_1")
@@ -93,6 +126,161 @@ def loading_error(folder, layout: dict, checkpoint) -> str:
 def save_and_export(folder, layout: dict, root, destination) -> None:
     worker = make_worker(folder, layout)
     for _ in range(2):
-        worker.train_step(some_tokens())
-    worker.save(root)
+        next_token_step(worker)
+    worker.save(root, LoopState(worker.step))
     worker.export(destination)
+
+
+UPDATE = {
+    "loss.kind": "ppo_clip", "loss.old": "rollout", "loss.clip_high": 0.3, "replay.min_agreement": 0.0,
+    "optimizer.lr": update_rollouts.LR, "optimizer.eps": update_rollouts.EPS,
+}
+
+
+def updates(folder, layout: dict, combinations: list[dict], recompute: list[str]) -> list[dict]:
+    """One update from the initial weights for each combination of layout, budget and replay; see tests/policy/updates.
+
+    Every rank returns the metrics, rank 0 also the parameters after the update, under their HF names.
+    """
+    worker = make_worker(folder, layout, {**UPDATE, "policy.recompute": recompute})
+    initial = [p.detach().clone() for p in worker._parameters()]
+    return [_update_from(worker, initial, **combination) for combination in combinations]
+
+
+def _update_from(worker, initial, samples_layout: str, budget: int | None, replay: bool) -> dict:
+    _start_over(worker, initial)
+    groups = update_rollouts.make_groups(replay)
+    p, place = worker.config.policy.parallel, parallel.place()
+    worker.config.replay.enabled = replay
+    if budget is None:  # the least that holds the longest path
+        longest = update_rollouts.longest_path(groups)
+        budget = -(-longest // p.tensor) * p.tensor
+    batches = update_rollouts.micro_batches(groups, place.data_size, budget, samples_layout, p.tensor,
+                                            p.pipeline if p.virtual > 1 else 1)
+    update = worker.update(batches[place.data])
+    assert update.skipped is None
+    result = {name: update.metrics[f"train/{name}"] for name in ("loss", "grad_norm", "tokens_trained")}
+    tensors = {name: tensor.numpy().copy() for name, tensor in worker.hf_tensors()}
+    return {**result, "micro_batches": len(batches[0]), "parameters": tensors}
+
+
+def _start_over(worker, initial) -> None:
+    """The initial weights, and an optimizer that has seen nothing."""
+    with torch.no_grad():
+        for p, start in zip(worker._parameters(), initial):
+            p.copy_(start)
+    for part in worker.optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+
+# ---------------------------------------------------------------- logprobs, replay, trouble
+
+
+def batches_of(worker, groups, budget: int = 4096):
+    place, p = parallel.place(), worker.config.policy.parallel
+    rounds_of = p.pipeline if p.virtual > 1 else 1
+    return update_rollouts.micro_batches(groups, place.data_size, budget, "trie", p.tensor, rounds_of)[place.data]
+
+
+def by_step(batches, values) -> dict:
+    """{(group, trajectory, step): values of its rows}; nothing on ranks without the head."""
+    found = {}
+    for batch, column in zip(batches, values):
+        loss = batch.trie.loss
+        keys = list(zip(loss.group.tolist(), loss.trajectory.tolist(), loss.step.tolist()))
+        for row, key in enumerate(keys):
+            if key[0] >= 0:
+                found.setdefault(key, []).append(column[row])
+    return {key: np.array(column) for key, column in found.items()}
+
+
+def logprobs_of(folder, layout: dict, groups, replay: bool = True, temperature: float = 1.0) -> dict:
+    settings = {"loss.kind": "reinforce", "replay.enabled": replay, "rollout.temperature": temperature}
+    worker = make_worker(folder, layout, settings)
+    batches = batches_of(worker, groups)
+    return by_step(batches, worker.logprobs(batches))
+
+
+def old_logprobs(folder, layout: dict, groups, budget: int) -> dict:
+    worker = make_worker(folder, layout)
+    batches = batches_of(worker, groups, budget)
+    worker.remember_old(batches)
+    with_head = [b for b in batches if b.trie.loss.old_logprob is not None]
+    return by_step(with_head, [b.trie.loss.old_logprob for b in with_head])
+
+
+def reference_after_updates(folder, layout: dict, groups) -> list[dict]:
+    worker = make_worker(folder, layout, {"loss.kl": 0.1, "loss.kind": "reinforce", "optimizer.lr": 1e-2})
+    batches = batches_of(worker, groups)
+    before = by_step(batches, worker.logprobs(batches))
+    worker.remember_reference(batches)
+    for _ in range(2):
+        worker.update(batches)
+    after = by_step(batches, worker.logprobs(batches))
+    worker.remember_reference(batches)
+    reference = by_step(batches, [b.trie.loss.ref_logprob for b in batches])
+    return [before, after, reference, by_step(batches, worker.logprobs(batches))]
+
+
+def shifted_then_right(folder, layout: dict, shifted, groups) -> tuple:
+    worker = make_worker(folder, layout, {"loss.kind": "reinforce", "replay.enabled": True})
+    before = [p.detach().clone() for p in worker._parameters()]
+    try:
+        worker.update(batches_of(worker, shifted))
+        error = "trained on it"
+    except ReplayError as found:
+        error = str(found)
+    unchanged = all(torch.equal(p, b) for p, b in zip(worker._parameters(), before))
+    if any(step.routing is None for step in update_rollouts.steps_of(groups)):
+        return error, unchanged, None
+    return error, unchanged, worker.update(batches_of(worker, groups)).metrics["replay/agreement"]
+
+
+def bad_then_good_update(folder, layout: dict, trouble: str) -> tuple:
+    worker = make_worker(folder, layout, {"loss.kind": "reinforce", "replay.enabled": False})
+    batches = batches_of(worker, update_rollouts.make_groups(replay=False))
+    hook = None
+    if trouble == "advantage":
+        for batch in batches:
+            loss = batch.trie.loss
+            loss.advantage[(loss.group == 1) & (loss.trajectory == 2) & (loss.step == 0)] = np.nan
+    else:
+        weight = next(p for n, p in worker.chunks[0].named_parameters() if "linear_qkv.weight" in n)
+        hook = weight.register_hook(lambda grad: grad * float("inf"))
+    before = [p.detach().clone() for p in worker._parameters()]
+    bad = worker.update(batches)
+    unchanged = all(torch.equal(p, b) for p, b in zip(worker._parameters(), before))
+    if hook is not None:
+        hook.remove()
+    good = worker.update(batches_of(worker, update_rollouts.make_groups(replay=False)))
+    changed = any(not torch.equal(p, b) for p, b in zip(worker._parameters(), before))
+    return bad.skipped, bad.metrics["train/skipped"], unchanged, changed, good.skipped
+
+
+def router_loss_gradients(folder, layout: dict) -> list[np.ndarray]:
+    """Gradient of the first router from one micro-batch, from the same one twice, and without router losses."""
+    found = []
+    worker = make_worker(folder, layout, {"policy.router_balance": 0.1, "policy.router_z": 0.1, "optimizer.lr": 0.0})
+    (batch,) = batches_of(worker, update_rollouts.make_groups(replay=False))
+    batch.trie.loss.weight[:] = 0  # of the policy's own loss nothing
+    for batches, scale in (([batch], 1.0), ([batch, batch], 1.0), ([batch], 0.0)):
+        worker.config.policy.router_balance = worker.config.policy.router_z = 0.1 * scale or 1e-12
+        worker.update(batches)
+        router = next(p for n, p in worker.chunks[0].named_parameters() if n.endswith("router.weight"))
+        found.append(router.main_grad.numpy().copy())
+    return found
+
+
+def attach_to_fused_router(folder) -> str:
+    from megastep.policy import replay
+
+    worker = make_worker(folder, {})
+    chunk = worker.chunks[0].module
+    chunk.config.moe_router_fusion = True
+    try:
+        replay.attach(chunk)
+    except ReplayError as error:
+        return str(error)
+    return "attached"

@@ -3,6 +3,7 @@
     root/step_12.partial/    being written
     root/step_12/            whole: megastep.json was written last and the folder renamed
         megastep.json        step, layout, model shape, the size of every file
+        loop.json            where the loop stands (loop_state.py)
         hf/                  config.json and tokenizer, so that an export needs nothing else
         *.distcp .metadata   tensors (torch_dist), independent of the layout that wrote them
         common.pt            schedule, optimizer settings
@@ -32,6 +33,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megastep.lifetime import end_with_parent
 from megastep.policy import parallel
+from megastep.policy.loop_state import LoopState
 from megastep.policy.manifest import HF, describe, read_manifest, refuse_other_model, whole_checkpoints, write_manifest
 from megastep.sync.hf_files import copy_companions
 
@@ -59,17 +61,19 @@ class Saver:
     def __init__(self):
         self._queue: AsyncCallsQueue | None = None
 
-    def save(self, root: str | Path, worker, keep: int, in_background: bool) -> None:
+    def save(self, root: str | Path, worker, loop: LoopState, keep: int, in_background: bool) -> None:
         self.finish()
-        final = Path(root) / f"step_{worker.step}"
+        final = Path(root) / f"step_{loop.step}"
         partial = final.with_suffix(".partial")
         if parallel.place().rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             copy_companions(worker.config.model.path, partial / HF)
+            loop.write(partial)
         dist.barrier()
         _start_results_helper()
-        manifest = describe(worker.arch, worker.step, _layout(worker), with_optimizer=True)
+        manifest = describe(worker.arch, loop.step, _layout(worker), with_optimizer=True)
+        manifest["optimizer_steps"] = worker.step
         request = dist_checkpointing.save(_state(worker, loading=False), str(partial), async_sharded_save=in_background)
         if not in_background:
             seal(partial, final, manifest, keep)
@@ -117,7 +121,7 @@ def load(folder: str | Path, worker) -> None:
         worker.optimizer.reload_model_params()  # master weights follow the loaded ones
     if with_random:
         _set_random_state(state["random"])
-    worker.step = manifest["step"]
+    worker.step = manifest.get("optimizer_steps", 0)
     dist.barrier()
 
 

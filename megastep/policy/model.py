@@ -1,7 +1,8 @@
 """A Megatron-Core GPTModel from an Architecture. The one place that chooses between CPU and CUDA specs.
 
     CUDA    Transformer Engine's layers, grouped expert GEMMs
-    CPU     Megatron's local layers with an RMSNorm and an attention of ours
+    CPU     Megatron's local layers with an RMSNorm of ours
+    both    attention over tries (attention.py), the head on the loss table's rows only (logprobs.py)
 
 Both give the same parameters under the same checkpoint keys.
 """
@@ -23,25 +24,29 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megastep.architecture import Architecture, rope_type
-from megastep.config import ParallelConfig
+from megastep.config import ParallelConfig, PolicyConfig
 from megastep.policy import parallel
-from megastep.policy.attention import CausalAttention
+from megastep.policy.attention import FlexTrieAttention, TrieAttention
+from megastep.policy.batch import PolicyBatch
+from megastep.policy.context import gather_rows
+from megastep.policy.logprobs import VocabShard, row_logprobs
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_model(arch: Architecture, layout: ParallelConfig, precision: str = "fp32") -> list[GPTModel]:
-    """This rank's part of the model, one GPTModel per virtual pipeline stage.
+def build_model(arch: Architecture, policy: PolicyConfig) -> "list[PolicyModel]":
+    """This rank's part of the model, one PolicyModel per virtual pipeline stage.
 
     Under `with torch.device("meta")` nothing is allocated.
     """
     on_meta = torch.get_default_device().type == "meta"
+    layout = policy.parallel
     inverse_frequencies, softmax_scale = _rope(arch)
-    config = transformer_config(arch, layout, precision, softmax_scale, initialize=not on_meta)
+    config = transformer_config(arch, policy, softmax_scale, initialize=not on_meta)
     chunks = []
     for stage in range(layout.virtual):
         virtual_stage = stage if layout.virtual > 1 else None
-        chunk = GPTModel(
+        chunk = PolicyModel(
             config=config,
             transformer_layer_spec=layer_spec(config, virtual_stage),
             vocab_size=arch.padded_vocab,
@@ -53,10 +58,47 @@ def build_model(arch: Architecture, layout: ParallelConfig, precision: str = "fp
             vp_stage=virtual_stage,
         )
         chunk.rotary_pos_emb.inv_freq = inverse_frequencies
-        if parallel.has_head(stage):
-            _silence_vocab_padding(chunk, arch)
+        chunk.shard = _vocab_shard(arch)
         chunks.append(chunk)
     return chunks
+
+
+class PolicyModel(GPTModel):
+    """A GPTModel that takes a micro-batch of tries; its last stage gives logprob and entropy of the loss rows."""
+
+    shard: VocabShard
+
+    def forward(self, batch: PolicyBatch) -> torch.Tensor:
+        """hidden [T/tp, 1, h] of a stage; of the last one [2, N]: logprobs and entropies."""
+        embedded = None  # other stages take what the schedule has received
+        if self.pre_process:
+            embedded = self.embedding(input_ids=batch.tokens, position_ids=None)
+        frequencies = self.rotary_pos_emb(batch.rope_tokens, packed_seq=True)  # [rope_tokens, 1, 1, dim]
+        hidden = self.decoder(
+            hidden_states=embedded,
+            attention_mask=None,
+            rotary_pos_emb=frequencies[batch.position],
+            packed_seq_params=batch.attention,
+        )
+        if not self.post_process:
+            return hidden
+        values = self._row_values(hidden.squeeze(1), batch)
+        if batch.table_rows is None:
+            return values
+        return gather_rows.apply(values, batch.table_rows, batch.table_size, parallel.context_group())
+
+    def _row_values(self, hidden: torch.Tensor, batch: PolicyBatch) -> torch.Tensor:
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        shard, temperature, differentiable = self.shard, batch.temperature, batch.entropy_gradient
+        return torch.stack(row_logprobs(hidden, weight, batch.rows, shard, temperature, differentiable))
+
+
+def _vocab_shard(arch: Architecture) -> VocabShard:
+    place = parallel.place()
+    rows = arch.padded_vocab // place.tensor_size
+    first = place.tensor * rows
+    return VocabShard(first, min(max(arch.vocab - first, 0), rows), parallel.tensor_group())
 
 
 def wrap_for_training(chunks: list[GPTModel], precision: str) -> list[DistributedDataParallel]:
@@ -73,9 +115,10 @@ def wrap_for_training(chunks: list[GPTModel], precision: str) -> list[Distribute
 
 
 def transformer_config(
-    arch: Architecture, layout: ParallelConfig, precision: str, softmax_scale: float | None, initialize: bool = True
+    arch: Architecture, policy: PolicyConfig, softmax_scale: float | None, initialize: bool = True
 ) -> TransformerConfig:
-    dtype = PRECISIONS[precision]
+    layout = policy.parallel
+    dtype = PRECISIONS[policy.precision]
     on_cuda = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=arch.layers,
@@ -95,7 +138,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=arch.init_std,
-        **_expert_settings(arch, on_cuda),
+        **_expert_settings(arch, policy, on_cuda),
         tensor_model_parallel_size=layout.tensor,
         sequence_parallel=layout.tensor > 1,
         pipeline_model_parallel_size=layout.pipeline,
@@ -106,7 +149,10 @@ def transformer_config(
         context_parallel_size=layout.context,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        bf16=precision == "bf16",
+        bf16=policy.precision == "bf16",
+        **_recomputation(policy),
+        cpu_offloading=policy.offload_layers > 0,
+        cpu_offloading_num_layers=policy.offload_layers,
         # Losses are sums of weighted terms; nothing may divide them by tokens or micro-batches.
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
@@ -126,7 +172,15 @@ def transformer_config(
     )
 
 
-def _expert_settings(arch: Architecture, on_cuda: bool) -> dict:
+def _recomputation(policy: PolicyConfig) -> dict:
+    if "full" in policy.recompute:
+        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    if policy.recompute:
+        return dict(recompute_granularity="selective", recompute_modules=list(policy.recompute))
+    return {}
+
+
+def _expert_settings(arch: Architecture, policy: PolicyConfig, on_cuda: bool) -> dict:
     if arch.experts is None:
         # Megatron checks the dispatcher against variable lengths even without experts.
         return dict(moe_token_dispatcher_type="alltoall")
@@ -137,7 +191,10 @@ def _expert_settings(arch: Architecture, on_cuda: bool) -> dict:
         moe_layer_freq=[int(has) for has in arch.experts.layers],
         # Softmax over the chosen logits equals softmax over all, renormalized over the chosen.
         moe_router_pre_softmax=not arch.experts.normalize_top_k,
-        moe_router_load_balancing_type="none",
+        # The worker scales the coefficients to the mini-batch before each update.
+        moe_router_load_balancing_type="aux_loss" if policy.router_balance > 0 else "none",
+        moe_aux_loss_coeff=policy.router_balance,
+        moe_z_loss_coeff=policy.router_z or None,
         moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=on_cuda,
     )
@@ -158,7 +215,10 @@ def _pipeline_layout(layout: ParallelConfig) -> list[list[str]] | None:
 def layer_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
     """CUDA: Transformer Engine's layers, not run on a GPU yet. CPU: Megatron's local layers with our parts."""
     if torch.cuda.is_available():
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=virtual_stage)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=virtual_stage)
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = FlexTrieAttention
+        return spec
     moe_layers = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     specs = [_cpu_layer(config, config.num_moe_experts if moe else None) for moe in moe_layers]
     first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
@@ -172,7 +232,7 @@ def _cpu_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     layer.input_layernorm = RMSNorm
     layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = CausalAttention
+    attention.core_attention = TrieAttention
     if attention.q_layernorm is not IdentityOp:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     # Checkpoint keys as Transformer Engine's layers have them: the norm before the linear layer is
@@ -183,32 +243,38 @@ def _cpu_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     return spec
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with the mark that makes Megatron sum its gradient over sequence-parallel ranks.
-
-    Megatron's wrapper of torch's norm refuses sequence parallelism for want of that mark.
-    """
+class RMSNorm(torch.nn.Module):
+    """Megatron's wrapper of torch's norm refuses sequence parallelism, for want of a mark on the weight that makes
+    Megatron sum its gradient over the ranks; and torch's norm for CPU is a chain of eight small operations."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps)
 
-def _silence_vocab_padding(chunk: GPTModel, arch: Architecture) -> None:
-    """Rows beyond the vocabulary get no probability; without this they would leak into every softmax."""
-    if arch.padded_vocab == arch.vocab:
-        return
-    place = parallel.place()
-    first_row = place.tensor * arch.padded_vocab // place.tensor_size
 
-    def hide(module, inputs, output):
-        logits, bias = output
-        gathered = logits.shape[-1] == arch.padded_vocab
-        real = max(0, arch.vocab - (0 if gathered else first_row))
-        logits[..., real:] = torch.finfo(logits.dtype).min
-        return logits, bias
+class _RMSNorm(torch.autograd.Function):
+    """y = x r w with r = 1 / sqrt(mean x² + eps), computed in fp32."""
 
-    chunk.output_layer.register_forward_hook(hide)
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        wide = x.float()
+        scale = torch.rsqrt(torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1] + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        normed = x.float() * scale
+        d_weight = (grad.float() * normed).flatten(0, -2).sum(0)
+        d_normed = grad.float() * weight
+        inner = (d_normed * normed).mean(-1, keepdim=True)
+        return (d_normed - normed * inner).mul_(scale).to(x.dtype), d_weight.to(weight.dtype), None
 
 
 def _rope(arch: Architecture) -> tuple[torch.Tensor, float | None]:

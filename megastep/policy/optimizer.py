@@ -29,6 +29,8 @@ def build_optimizer(
             bf16=precision == "bf16",
             params_dtype=PRECISIONS[precision],
             use_distributed_optimizer=True,
+            optimizer_cpu_offload=config.offload_fraction > 0,
+            optimizer_offload_fraction=config.offload_fraction,
         ),
         chunks,
     )

@@ -39,6 +39,8 @@ class Place:
     expert_size: int
     expert_tensor: int
     expert_tensor_size: int
+    context: int
+    context_size: int
 
 
 def start(layout: ParallelConfig, rank: int, world: int, address: str, timeout_s: int = 600) -> None:
@@ -124,6 +126,8 @@ def place() -> Place:
         expert_size=mpu.get_expert_model_parallel_world_size(),
         expert_tensor=mpu.get_expert_tensor_parallel_rank(),
         expert_tensor_size=mpu.get_expert_tensor_parallel_world_size(),
+        context=mpu.get_context_parallel_rank(),
+        context_size=mpu.get_context_parallel_world_size(),
     )
 
 
@@ -140,10 +144,6 @@ def has_head(virtual_stage: int) -> bool:
     return mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)
 
 
-def on_last_stage() -> bool:
-    return mpu.is_pipeline_last_stage(ignore_virtual=True)
-
-
 def groups() -> ProcessGroupCollection:
     """All of Megatron's groups, for the parts of Megatron that take them as an argument."""
     return ProcessGroupCollection.use_mpu_process_groups()
@@ -157,6 +157,10 @@ def tensor_group():
     return mpu.get_tensor_model_parallel_group()
 
 
+def context_group():
+    return mpu.get_context_parallel_group()
+
+
 def pipeline_group():
     return mpu.get_pipeline_model_parallel_group()
 
@@ -167,8 +171,3 @@ def expert_group():
 
 def expert_tensor_group():
     return mpu.get_expert_tensor_parallel_group()
-
-
-def last_stage_rank() -> int:
-    """Global rank of the last pipeline stage in this rank's pipeline."""
-    return mpu.get_pipeline_model_parallel_last_rank()

@@ -1,25 +1,46 @@
 """One rank of the policy: a Megatron model, its optimizer and what can be done with them.
 
-Every public method is collective: all ranks call it with the same arguments.
+Every public method is collective: all ranks call it, the ranks of one data-parallel group with the same micro-batches.
+A mini-batch is one optimizer step:
+
+    remember_old          logprobs of the policy as it is, into the loss tables     where the loss needs them
+    remember_reference    the same of the initial model
+    update                forward and backward over the micro-batches, then the step, unless something is not finite
+
+`learn` does all three for the mini-batches of a batch.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
 from megastep.architecture import read_architecture
-from megastep.config import Config
-from megastep.policy import checkpoint, parallel
+from megastep.config import Config, LossConfig, OptimizerConfig
+from megastep.policy import checkpoint, parallel, replay
+from megastep.policy.batch import own_routing, prepare
+from megastep.policy.loop_state import LoopState
+from megastep.policy.loss import MAXIMA, SUMS, Account, means, policy_loss, rows_on
 from megastep.policy.model import build_model, wrap_for_training
 from megastep.policy.optimizer import build_optimizer
 from megastep.sync.hf_files import HFReader, copy_companions, write_shards, written_beside
 from megastep.sync.live import export_hf, load_hf
+from megastep.types import MicroBatch
+
+
+@dataclass
+class Update:
+    metrics: dict[str, float]
+    skipped: str | None = None  # why the step was not applied, and what it was
 
 
 class PolicyWorker:
@@ -28,70 +49,191 @@ class PolicyWorker:
     def __init__(self, config: Config):
         self.config = config
         self.arch = read_architecture(config.model.path)
-        self.step = 0  # optimizer steps taken
+        # Mini-batches seen: optimizer steps taken, those of the warm start too, and steps that were skipped. Engines
+        # know weights by it.
+        self.step = 0
         policy = config.policy
         parallel.seed_everything(config.train.seed)
-        chunks = build_model(self.arch, policy.parallel, policy.precision)
+        chunks = build_model(self.arch, policy)
         if config.model.init == "hf":
             load_hf(chunks, self.arch, HFReader(config.model.path))
+        self.replays = [replay.attach(chunk) for chunk in chunks]
         self.chunks = wrap_for_training(chunks, policy.precision)
-        self.optimizer, self.scheduler = build_optimizer(
-            self.chunks, config.optimizer, policy.precision, config.train.steps
-        )
         self._saver = checkpoint.Saver()
-        megatron = chunks[0].config
-        megatron.grad_scale_func = self.optimizer.scale_loss
-        megatron.finalize_model_grads_func = _finalize_sums
+        self._megatron = chunks[0].config
+        self._megatron.finalize_model_grads_func = _finalize_sums
+        self.begin(config.optimizer, config.loss, config.optimizer_steps)
+
+    def begin(self, optimizer: OptimizerConfig, loss: LossConfig, optimizer_steps: int) -> None:
+        """A stage of training: a loss, a fresh optimizer and its schedule; the model as it is is the reference."""
+        self.loss = loss
+        # Demonstrations were not sampled; what was, is compared under the distribution that it was sampled from.
+        self.temperature = 1.0 if loss.kind == "nll" else self.config.rollout.temperature
+        self.optimizer, self.scheduler = build_optimizer(
+            self.chunks, optimizer, self.config.policy.precision, optimizer_steps
+        )
+        self._megatron.grad_scale_func = self.optimizer.scale_loss
+        self.reference = [p.detach().cpu().clone() for p in self._parameters()] if loss.kl > 0 else None
 
     # ------------------------------------------------------------ compute
 
-    def train_step(self, tokens: Tensor) -> dict[str, float]:
-        """One optimizer step of next-token prediction on tokens [sequences, length]."""
-        weight = 1.0 / (tokens.shape[0] * (tokens.shape[1] - 1))
+    def learn(self, mini_batches: list[list[MicroBatch]]) -> list[Update]:
+        """One optimizer step per mini-batch. What the policy was before the first counts as old for all of them."""
+        for micro_batches in mini_batches:
+            if len(mini_batches) > 1 and self.loss.old == "policy":  # with one, old is what the update computes itself
+                self.remember_old(micro_batches)
+            if self.loss.kl > 0:
+                self.remember_reference(micro_batches)
+        return [self.update(micro_batches) for micro_batches in mini_batches]
+
+    def update(self, micro_batches: list[MicroBatch]) -> Update:
+        """One optimizer step on this data-parallel rank's part of a mini-batch."""
+        self._scale_router_losses(micro_batches)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = self._run(tokens, lambda per_token: _weighted_sum(per_token, weight))
+        accounts = self._run(micro_batches, self._loss)
+        metrics = _metrics(accounts) | self._agreement()
+        bad = self._not_finite(micro_batches, accounts)
         self.scheduler.step(1)  # before the update: the first one has a learning rate above 0
-        _, grad_norm, _ = self.optimizer.step()
+        if bad is None:
+            _, metrics["train/grad_norm"], _ = self.optimizer.step()
         self.step += 1
-        return {
-            "loss": _sum_over_ranks(sum(losses)),
-            "grad_norm": float(grad_norm),
-            "lr": self.optimizer.param_groups[0]["lr"],
-        }
+        metrics["train/lr"] = self.optimizer.param_groups[0]["lr"]
+        metrics["train/skipped"] = float(bad is not None)
+        return Update(metrics, bad)
+
+    def remember_old(self, micro_batches: list[MicroBatch]) -> None:
+        """Fill `old_logprob` of the loss tables, where the head is, with the policy's logprobs as it is now."""
+        for micro_batch, logprob in zip(micro_batches, self.logprobs(micro_batches)):
+            micro_batch.trie.loss.old_logprob = logprob
+
+    def remember_reference(self, micro_batches: list[MicroBatch]) -> None:
+        """Fill `ref_logprob` of the loss tables, where the head is, with the initial model's logprobs."""
+        with self._weights(self.reference):
+            for micro_batch, logprob in zip(micro_batches, self.logprobs(micro_batches)):
+                micro_batch.trie.loss.ref_logprob = logprob
+
+    def logprobs(self, micro_batches: list[MicroBatch]) -> list[np.ndarray]:
+        """[N] of each loss table; nothing on ranks without the head."""
+        return [logprob for logprob, _ in self.logprobs_and_entropies(micro_batches)]
 
     @torch.no_grad()
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        """Logits [sequences, length, vocabulary] of this data-parallel rank's part; None before the last stage."""
+    def logprobs_and_entropies(self, micro_batches: list[MicroBatch]) -> list[np.ndarray]:
+        """[2, N] of each loss table; nothing on ranks without the head."""
 
-        def gather(output: Tensor, non_loss_data: bool = True) -> Tensor:
-            return gather_from_tensor_model_parallel_region(output)[..., : self.arch.vocab].float()
+        def finish(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> np.ndarray:
+            return output.cpu().numpy()
 
-        parts = self._run(tokens, gather, forward_only=True)
-        return torch.cat(parts) if parts else None
+        return self._run(micro_batches, finish, forward_only=True)
 
-    def _run(self, tokens: Tensor, finish, forward_only: bool = False) -> list:
-        """Megatron's schedule over this data-parallel rank's micro-batches; what `finish` returned for each."""
-        place, size = parallel.place(), self.config.train.micro_batch_sequences
-        micro_batches = tokens.chunk(place.data_size)[place.data].to(parallel.device()).split(size)
-        return get_forward_backward_func()(
-            forward_step_func=lambda data, model: _forward(next(data), model, finish, with_labels=not forward_only),
-            data_iterator=[iter(micro_batches) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(micro_batches),
-            seq_length=tokens.shape[1],
-            micro_batch_size=size,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
+    def _run(self, micro_batches: list[MicroBatch], finish: Callable, forward_only: bool = False) -> list:
+        """Megatron's schedule over the micro-batches; what `finish` left for each, where the head is."""
+        with replay.replayed([layer for layers in self.replays for layer in layers], forward_only):
+            return get_forward_backward_func()(
+                forward_step_func=partial(self._forward_step, finish),
+                data_iterator=[iter([(chunk, m) for m in micro_batches]) for chunk in range(len(self.chunks))],
+                model=self.chunks,
+                num_microbatches=len(micro_batches),
+                seq_length=len(micro_batches[0].trie),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+
+    def _forward_step(self, finish: Callable, data: Iterator, model) -> tuple[Tensor, Callable]:
+        """As Megatron's schedules want it: the output, and the function that ends the micro-batch."""
+        chunk, micro_batch = next(data)
+        if self.config.replay.enabled and self.loss.kind != "nll":  # demonstrations were not routed
+            self._give_routes(chunk, micro_batch)
+        batch = prepare(
+            micro_batch, self.arch.heads // self.arch.kv_heads, parallel.has_head(chunk), self.config.policy.head_rows,
+            self.temperature, entropy_gradient=self.loss.entropy > 0,
         )
+        return model(batch), partial(finish, micro_batch)
+
+    def _give_routes(self, chunk: int, micro_batch: MicroBatch) -> None:
+        layers = self.replays[chunk]
+        if layers and micro_batch.trie.routes is None:
+            raise replay.ReplayError("replay.enabled needs experts, and no step of the batch has recorded any")
+        if layers:
+            mine = slice(layers[0].layer, layers[-1].layer + 1)
+            replay.give(layers, own_routing(micro_batch, mine), mine.start)
+
+    def _loss(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Account]:
+        rows = rows_on(micro_batch.trie.loss, parallel.device())
+        loss, account = policy_loss(self.loss, *output, rows)
+        return loss, torch.tensor(1, dtype=torch.int, device=loss.device), account
+
+    def _scale_router_losses(self, micro_batches: list[MicroBatch]) -> None:
+        """Megatron multiplies a rank's part of them by its tokens, for a division by all tokens that we do not make;
+        the parts of a micro-batch add up over the tensor and context ranks that share its tokens."""
+        policy = self.config.policy
+        if policy.router_balance == policy.router_z == 0:
+            return
+        place = parallel.place()
+        tokens = torch.tensor(float(sum(len(m.trie) for m in micro_batches)), device=parallel.device())
+        dist.all_reduce(tokens, group=parallel.data_group())  # of data and context ranks
+        share = place.tensor_size * place.context_size**2 / tokens.item()
+        self._megatron.moe_aux_loss_coeff = policy.router_balance * share
+        self._megatron.moe_z_loss_coeff = policy.router_z * share if policy.router_z else None
+
+    def _agreement(self) -> dict[str, float]:
+        """How often the live routers would have chosen the replayed experts; raises where it cannot be so seldom."""
+        same, recorded = replay.agreement([layer for layers in self.replays for layer in layers])
+        if not recorded:
+            return {}
+        floor = self.config.replay.min_agreement
+        if same < floor * recorded:
+            raise replay.ReplayError(
+                f"the live routers agree with {same / recorded:.1%} of the recorded experts, less than "
+                f"replay.min_agreement = {floor}: the routes do not belong to these tokens or these weights"
+            )
+        return {"replay/agreement": same / recorded}
+
+    def _not_finite(self, micro_batches: list[MicroBatch], accounts: list[Account]) -> str | None:
+        """What keeps the step from being applied, the same text on every rank; None: nothing."""
+        self.optimizer.prepare_grads()
+        norm = self.optimizer.get_grad_norm()
+        mine = _bad_rows(micro_batches, accounts) if parallel.place().tensor == 0 else []
+        trouble = torch.tensor(float(bool(mine) or not math.isfinite(norm)), device=parallel.device())
+        dist.all_reduce(trouble)
+        if trouble.item() == 0:
+            return None
+        lists: list = [None] * parallel.place().world
+        dist.all_gather_object(lists, mine or self._bad_gradients())
+        # Losses before gradients: they are the cause.
+        found = sorted(dict.fromkeys(name for names in lists for name in names), key=lambda n: n.startswith("gradient"))
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        return f"gradient norm {norm}; not finite: {'; '.join(found[:5])}{more}"
+
+    def _bad_gradients(self) -> list[str]:
+        named = [(n, p) for chunk in self.chunks for n, p in chunk.named_parameters()]
+        return [f"gradient of {n}" for n, p in named if not p.main_grad.isfinite().all()]
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for chunk in self.chunks for p in chunk.parameters()]
+
+    @contextmanager
+    def _weights(self, weights: list[Tensor]) -> Iterator[None]:
+        """Other weights in the place of the policy's own, which come back at the end."""
+        parameters = self._parameters()
+        with torch.no_grad():
+            own = [p.detach().clone() for p in parameters]
+            try:
+                for p, w in zip(parameters, weights, strict=True):
+                    p.copy_(w)
+                yield
+            finally:
+                for p, w in zip(parameters, own):
+                    p.copy_(w)
 
     # ------------------------------------------------------------ disk
 
-    def save(self, root: str | Path) -> None:
+    def save(self, root: str | Path, loop: LoopState) -> None:
         """Write `root/step_N`; with `checkpoint.asynchronous` the files are written while training goes on."""
         settings = self.config.checkpoint
-        self._saver.save(root, self, keep=settings.keep, in_background=settings.asynchronous)
+        self._saver.save(root, self, loop, keep=settings.keep, in_background=settings.asynchronous)
 
     def finish_saving(self) -> None:
         self._saver.finish()
@@ -116,27 +258,33 @@ class PolicyWorker:
         dist.barrier()
 
 
-def _forward(tokens: Tensor, model, finish, with_labels: bool):
-    """A forward step as Megatron's schedules want it: the output and the function that ends the micro-batch."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    labels = tokens.roll(-1, dims=1) if with_labels else None
-    return model(tokens, positions, None, labels=labels), finish
-
-
 def _finalize_sums(model, num_tokens=None, **kwargs) -> None:
     """Losses come weighted: Megatron's division by a token count must not happen."""
     finalize_model_grads(model, None, **kwargs)
 
 
-def _weighted_sum(per_token: Tensor, weight: float):
-    """The last position of a sequence has nothing to predict."""
-    loss = per_token[:, :-1].sum() * weight
-    return loss, torch.tensor(1, dtype=torch.int, device=loss.device), loss.detach()
+def _metrics(accounts: list[Account]) -> dict[str, float]:
+    """Of the whole mini-batch, on every rank."""
+    place = parallel.place()
+    counts = place.tensor == place.context == 0  # the other ranks of these groups have the same ones
+    device = parallel.device()
+    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+    maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
+    for account in accounts if counts else []:
+        sums += account.sums
+        maxima = torch.maximum(maxima, account.maxima)
+    dist.all_reduce(sums)
+    dist.all_reduce(maxima, dist.ReduceOp.MAX)
+    return means(dict(zip(SUMS, sums.tolist())), dict(zip(MAXIMA, maxima.tolist())))
 
 
-def _sum_over_ranks(value) -> float:
-    """Sum of a number that the last pipeline stage has, each tensor-parallel group once."""
-    counts = parallel.on_last_stage() and parallel.place().tensor == 0
-    total = torch.tensor(float(value) if counts else 0.0, dtype=torch.float64, device=parallel.device())
-    dist.all_reduce(total)
-    return total.item()
+def _bad_rows(micro_batches: list[MicroBatch], accounts: list[Account]) -> list[str]:
+    """The steps whose loss is not a finite number."""
+    found = []
+    for micro_batch, account in zip(micro_batches, accounts):
+        bad = account.bad.cpu().numpy()
+        if bad.any():
+            table = micro_batch.trie.loss.take(bad)
+            found += [f"loss of group {g}, trajectory {t}, step {s}"
+                      for g, t, s in zip(table.group, table.trajectory, table.step)]
+    return list(dict.fromkeys(found))

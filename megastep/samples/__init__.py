@@ -36,8 +36,8 @@ def make_samples(groups: list[Group], estimator: str, normalize: str, discount: 
 
 
 def lay_out(samples: list[Sample], ranks: int, budget_tokens: int, align_tokens: int = 1, layout: str = "trie",
-            on_conflict: str = "owner", attention_tokens: int = 24_576,
+            on_conflict: str = "owner", attention_tokens: int = 24_576, rounds_of: int = 1,
             ) -> tuple[list[list[MicroBatch]], trie.FoldReport]:
     """The micro-batches of each rank, and what folding found."""
     tries, report = trie.fold(samples, layout, on_conflict)
-    return packing.pack(tries, ranks, budget_tokens, align_tokens, attention_tokens), report
+    return packing.pack(tries, ranks, budget_tokens, align_tokens, attention_tokens, rounds_of), report

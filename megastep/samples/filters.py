@@ -1,5 +1,6 @@
 """Filters: which trajectories are trained on. Each returns what is left and what it dropped, with the reason.
 
+    failed           a trajectory whose environment or engine failed    dropped: its reward does not judge the policy
     finite_rewards   a trajectory whose reward is NaN or infinite       dropped
     over_long        a trajectory that was cut off                      kept | masked | dropped
     zero_variance    a prompt whose trajectories all earned the same    dropped: no estimator learns from it
@@ -17,6 +18,7 @@ from megastep.types import Group, Trajectory
 
 OVER_LONG = ("keep", "mask", "drop")
 CUT_OFF = ("length", "context")  # finish of a step that ran out of room
+FAILED = ("env_error", "env_timeout", "engine_error", "abort")  # stop_reason of a trajectory that proves nothing
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,16 @@ class Dropped:
     group: int
     trajectory: int
     reason: str
+
+
+def failed(groups: list[Group]) -> tuple[list[Group], list[Dropped]]:
+    def reason(trajectory: Trajectory) -> str | None:
+        if trajectory.stop_reason not in FAILED:
+            return None
+        error = trajectory.env_metrics.get("error")
+        return trajectory.stop_reason + (f": {error}" if error else "")
+
+    return _drop(groups, reason)
 
 
 def finite_rewards(groups: list[Group]) -> tuple[list[Group], list[Dropped]]:

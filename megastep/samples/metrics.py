@@ -1,36 +1,7 @@
-"""Metrics of the data path, by name. A number about trajectories counts each once; one about turns says `turn/`.
+"""Metrics of the data path. What each means is said in `megastep/view/meanings.py`.
 
-    reward/mean, reward/std              total reward of a trajectory
-    reward/success                       share that succeeded: env_metrics["success"] where given, else reward > 0
-    reward/pass_at_K                     chance that one of K trajectories of a prompt succeeds; K = 1, 2, 4, ...
-    rollout/trajectories, rollout/prompts
-    rollout/turns_mean, _max             steps of a trajectory
-    rollout/response_tokens_mean, _max   response tokens of a trajectory, over all its steps
-    rollout/stop_REASON                  share of trajectories that ended so
-    rollout/no_steps                     trajectories whose first prompt was already too long
-    env/NAME                             mean over the trajectories that report a number of that name
-    turn/count                           steps of the batch
-    turn/prompt_tokens_mean, _max        of one model call
-    turn/response_tokens_mean, _max      of one model call
-    turn/finish_REASON                   share of model calls that ended so
-
-    filter/dropped                       trajectories that are not trained on
-    filter/dropped_share
-
-    train/sequences_before_merge         steps that train something
-    train/sequences_after_merge          root-to-leaf paths they were folded into
-    train/tokens_before_merge            tokens, were every step computed alone
-    train/tokens_distinct                tokens, every one of a trie once
-    train/tokens_computed                tokens in micro-batches: repeated prefixes, padding and fillers included
-    train/sharing_ratio                  tokens_before_merge / tokens_distinct
-    train/micro_batches                  of each rank
-    train/fillers                        micro-batches that only keep the count equal
-    train/packing_efficiency             share of the budget of all micro-batches that real tokens fill
-    train/balance                        mean tokens of a rank / most tokens of a rank
-    replay/conflict_rate                 share of experts recorded twice that differ from the owner's
-    replay/free_fraction                 share of tokens whose experts the live router decides
-
-Means over nothing are left out rather than given as NaN.
+A number about trajectories counts each once; one about turns says `turn/`. Means over nothing are left out rather than
+given as NaN.
 """
 
 from collections import Counter, defaultdict
@@ -55,7 +26,7 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "rollout/no_steps": turns.count(0),
         **_mean("reward/mean", rewards),
         **({"reward/std": float(rewards.std())} if len(rewards) else {}),
-        **_mean("reward/success", [_success(t) for t in trajectories]),
+        **_mean("reward/success", [succeeded(t) for t in trajectories]),
         **_mean_max("rollout/turns", turns),
         **_mean_max("rollout/response_tokens", lengths),
         **_shares("rollout/stop_", [t.stop_reason for t in trajectories]),
@@ -70,6 +41,15 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     return metrics | _pass_at_k(groups) | _turn_metrics(trajectories)
 
 
+def evaluation_metrics(groups: list[Group]) -> dict[str, float]:
+    """The same of held-out prompts, under names of their own."""
+    short = {"reward/mean": "reward_mean", "reward/std": "reward_std"}
+    return {
+        "eval/" + short.get(name, name.removeprefix("reward/").removeprefix("rollout/")): value
+        for name, value in rollout_metrics(groups).items()
+    }
+
+
 def _turn_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     steps = [s for t in trajectories for s in t.steps]
     return {
@@ -80,13 +60,13 @@ def _turn_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     }
 
 
-def _success(trajectory: Trajectory) -> bool:
+def succeeded(trajectory: Trajectory) -> bool:
     return bool(trajectory.env_metrics.get("success", trajectory.reward > 0))
 
 
 def _pass_at_k(groups: list[Group]) -> dict[str, float]:
     """1 − C(n − c, k) / C(n, k) with c successes of n, averaged over prompts (Chen et al. 2021, eq. 1)."""
-    counts = [(len(g.trajectories), sum(map(_success, g.trajectories))) for g in groups]
+    counts = [(len(g.trajectories), sum(map(succeeded, g.trajectories))) for g in groups]
     smallest = min((n for n, _ in counts), default=0)
     metrics, k = {}, 1
     while k <= smallest:
@@ -122,6 +102,25 @@ def layout_metrics(report: FoldReport, micro_batches: list[list[MicroBatch]], bu
         metrics["replay/conflict_rate"] = report.routes_conflicting / max(report.routes_compared, 1)
         metrics["replay/free_fraction"] = report.tokens_free / (report.tokens_free + report.tokens_replayed)
     return metrics
+
+
+_COUNTS = ("train/sequences_before_merge", "train/sequences_after_merge", "train/tokens_before_merge",
+           "train/tokens_distinct", "train/tokens_computed", "train/tokens_trained", "train/micro_batches",
+           "train/fillers")
+
+
+def over_mini_batches(metrics: list[dict[str, float]]) -> dict[str, float]:
+    """Of a batch, from those of its mini-batches: counts are added, maxima are maxima, all else is the mean."""
+    combined = {}
+    for name in dict.fromkeys(name for each in metrics for name in each):
+        values = [each[name] for each in metrics if name in each]
+        if name in _COUNTS:
+            combined[name] = sum(values)
+        elif name.endswith(("_max", "/max_abs")):
+            combined[name] = max(values)
+        else:
+            combined[name] = float(np.mean(values))
+    return combined
 
 
 # ---------------------------------------------------------------- small statistics

@@ -34,9 +34,10 @@ def mini_batches(groups: list[Group], prompts: int) -> list[list[Group]]:
 
 
 def pack(tries: list[Trie], ranks: int, budget_tokens: int, align_tokens: int = 1,
-         attention_tokens: int = 24_576) -> list[list[MicroBatch]]:
+         attention_tokens: int = 24_576, rounds_of: int = 1) -> list[list[MicroBatch]]:
     """Micro-batches of each rank. Empties `tries`: each is let go as soon as its tokens are in a micro-batch.
 
+    rounds_of: the number of micro-batches per rank is a multiple of it; interleaved pipelines need that of their depth.
     attention_tokens: the length of context at which a token's attention costs as much as all else (dense: 6 × hidden).
     """
     budget = budget_tokens - budget_tokens % align_tokens
@@ -46,7 +47,7 @@ def pack(tries: list[Trie], ranks: int, budget_tokens: int, align_tokens: int = 
     parts.reverse()
     shape = next((part.routes.shape for part in parts if part.routes is not None), None)
     costs = [len(part) + float(part.position.sum(dtype=np.int64)) / attention_tokens for part in parts]
-    bins = _fill_bins([len(part) for part in parts], costs, budget, ranks)
+    bins = _fill_bins([len(part) for part in parts], costs, budget, ranks * rounds_of)
     result = []
     for rank_bins in _deal(bins, costs, ranks):
         result.append([])
@@ -123,10 +124,10 @@ def _best_cuts(path: list[int], shared: list[int], budget: int) -> list[int]:
 # ---------------------------------------------------------------- bins and ranks
 
 
-def _fill_bins(tokens: list[int], costs: list[float], budget: int, ranks: int) -> list[list[int]]:
-    """Parts per bin: as few rounds of `ranks` bins as best-fit finds, then filled evenly if that fits too."""
+def _fill_bins(tokens: list[int], costs: list[float], budget: int, multiple: int) -> list[list[int]]:
+    """Parts per bin: as few bins as best-fit finds, up to the multiple, then filled evenly if that fits too."""
     tight = _best_fit(tokens, budget)
-    count = -(-max(len(tight), 1) // ranks) * ranks
+    count = -(-max(len(tight), 1) // multiple) * multiple
     return _even(tokens, costs, budget, count) or tight + [[] for _ in range(count - len(tight))]
 
 

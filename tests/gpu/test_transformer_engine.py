@@ -1,9 +1,10 @@
 """To run first on a machine with a GPU: launch/test.sh is for CPUs, so `python -m pytest tests/gpu` there.
 
-Expected: logits of the Transformer Engine policy within 2e-2 of transformers in bf16, and every parameter of
-its layers found in the tables. Not run yet.
+Expected: logprobs of the Transformer Engine policy within 2e-2 of transformers in bf16, for packed sequences (its own
+kernel) and for tries that branch (FlexAttention). Not run yet.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,15 +14,27 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("layout", ["flat", "trie"])
 @pytest.mark.parametrize("name", ["llama", "qwen2_tied", "qwen3_yarn", "qwen3_moe", "mixtral"])
-def test_logits_equal_transformers(name, models):
+def test_logprobs_equal_transformers(name, layout, models):
+    from megastep.policy import parallel
     from tests import cases, ranks
-    from tests.models import some_tokens
+    from tests.policy.updates import make_groups, micro_batches, plain_logprobs
 
     folder, reference = models(name)
+    groups = make_groups(replay=False)
     ranks.current = (0, 1, "127.0.0.1:29533")
-    worker = cases.make_worker(folder, {}, precision="bf16")
-    logits = worker.logits(some_tokens()).cpu()
-    with torch.no_grad():
-        expected = reference.to(torch.bfloat16)(some_tokens()).logits.float()
-    torch.testing.assert_close(logits, expected, atol=2e-2, rtol=2e-2)
+    worker = cases.make_worker(folder, {}, {"policy.precision": "bf16"})
+    try:
+        batches = micro_batches(groups, 1, 4096, layout)[0]
+        assert batches[0].trie.branches == (layout == "trie")
+        found = cases.by_step(batches, worker.logprobs(batches))
+    finally:
+        parallel.stop()
+    for group in groups:
+        for trajectory in group.trajectories:
+            for step in trajectory.steps:
+                with torch.no_grad():
+                    expected, _ = plain_logprobs(reference, step, replay=False)
+                key = (group.id, trajectory.index, step.index)
+                np.testing.assert_allclose(found[key], expected.numpy()[step.loss_mask], atol=2e-2, rtol=2e-2)

@@ -1,19 +1,13 @@
-"""Checkpoints: another layout, the same numbers; a kill leaves the previous one; what is not whole is refused."""
+"""Checkpoints: another layout, the same numbers; what is not whole is refused. For kills see tests/test_train.py."""
 
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megastep.policy.manifest import CheckpointError, latest, read_manifest
-from megastep.report import read_metrics
+from megastep.policy.manifest import CheckpointError, read_manifest
 from tests import cases
 
 TP2, PP2, EP2 = dict(tensor=2), dict(pipeline=2), dict(expert=2)
@@ -106,46 +100,3 @@ def test_checkpoint_of_another_model_is_refused(saved, ranks, models):
     other, _ = models("qwen3_moe", num_experts=16)
     (error,) = ranks(1).run(cases.loading_error, folder=other, layout={}, checkpoint=saved[1])
     assert "is of another model: num_local_experts is 8 there, 16 here" in error
-
-
-def megastep_train(run_dir, name: str, *overrides: str) -> list[str]:
-    return [
-        sys.executable, "-m", "megastep", "train", "configs/local.yaml", f"run.dir={run_dir}", f"run.name={name}",
-        "train.batch_sequences=8", "train.micro_batch_sequences=2", "run.wandb=disabled", *overrides,
-    ]
-
-
-def _descendants(pid: int) -> list[int]:
-    """Ranks, and what they have started."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [p for child in map(int, children) for p in (child, *_descendants(child))]
-
-
-def _alive(pid: int) -> bool:
-    path = Path(f"/proc/{pid}/cmdline")
-    return path.exists() and path.read_bytes() != b""  # empty: ended, not yet reaped
-
-
-def test_kill_during_save_resumes_from_the_previous_checkpoint(tmp_path):
-    """X6 in small: kill -9 of the driver while the second checkpoint is being written."""
-    every_two = ("train.steps=6", "checkpoint.every_steps=2")
-    subprocess.run(megastep_train(tmp_path, "whole", *every_two), check=True, capture_output=True, timeout=180)
-
-    killed = tmp_path / "killed" / "checkpoints"
-    process = subprocess.Popen(megastep_train(tmp_path, "killed", *every_two), stdout=subprocess.DEVNULL)
-    deadline = time.time() + 120
-    while not (killed / "step_4.partial").exists() and time.time() < deadline:
-        time.sleep(0.005)
-    family = _descendants(process.pid)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    while any(map(_alive, family)) and time.time() < deadline:
-        time.sleep(0.1)
-    assert len(family) > 4 and not any(map(_alive, family)), "left behind"
-    assert (killed / "step_4.partial").exists() and latest(killed).name == "step_2"
-
-    subprocess.run(megastep_train(tmp_path, "killed", *every_two), check=True, capture_output=True, timeout=180)
-    keys = ("step", "train/loss", "train/grad_norm", "train/lr")
-    whole, resumed = ([[row[k] for k in keys] for row in read_metrics(tmp_path / n)] for n in ("whole", "killed"))
-    assert resumed == whole and len(whole) == 6
-    assert latest(killed).name == "step_6" and not list(killed.glob("*.partial"))

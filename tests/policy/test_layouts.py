@@ -1,4 +1,4 @@
-"""D1: the same model under every layout: logits as transformers', steps as a plain torch loop's."""
+"""D1: the same model under every layout: logprobs as transformers', steps as a plain torch loop's."""
 
 import numpy as np
 import pytest
@@ -36,19 +36,20 @@ STEP_CASES = [
 
 
 @pytest.mark.parametrize("name, layout", CASES)
-def test_logits_equal_transformers_and_export_is_bit_exact(name, layout, ranks, models):
+def test_logprobs_equal_transformers_and_export_is_bit_exact(name, layout, ranks, models):
+    """The entropy sees every logit, those of a padded vocabulary too."""
     folder, reference = models(name)
     world, settings = LAYOUTS[layout]
-    results = ranks(world).run(cases.logits_and_round_trip, folder=folder, layout=settings)
+    results = ranks(world).run(cases.logprobs_and_round_trip, folder=folder, layout=settings)
+    tokens = some_tokens()
     with torch.no_grad():
-        expected = reference(some_tokens()).logits.numpy()
-    seen = 0
-    for part, _ in results:
-        if part is not None:
-            index, count, logits = part
-            assert np.abs(logits - np.array_split(expected, count)[index]).max() <= 2e-4
-            seen += 1
-    assert seen == world // settings.get("pipeline", 1)
+        expected = torch.log_softmax(reference(tokens).logits, -1)
+    entropies = -(expected.exp() * expected).sum(-1)
+    found = {key: values for part, _ in results for key, values in part.items()}
+    assert len(found) == tokens[:, 1:].numel()
+    for (sequence, at), values in found.items():
+        target = [expected[sequence, at - 1, tokens[sequence, at]].item(), entropies[sequence, at - 1].item()]
+        np.testing.assert_allclose(values, target, atol=2e-4)
     assert results[0][1] is True, "HF → Megatron → HF changed a tensor"
 
 
@@ -99,7 +100,7 @@ def test_bf16_trains(name, layout, ranks, models, plain_steps):
     losses = [s["loss"] for s in steps]
     fp32 = [loss for loss, _ in plain_steps(name)]
     assert losses[-1] < losses[0] - 0.5 * (fp32[0] - fp32[-1])
-    np.testing.assert_allclose(losses, fp32, rtol=0.05)
+    np.testing.assert_allclose(losses, fp32, rtol=0.02, atol=0.03)
 
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2_pp2"])

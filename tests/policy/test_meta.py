@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megastep.architecture import read_architecture
-from megastep.config import ParallelConfig
+from megastep.config import ParallelConfig, PolicyConfig
 from megastep.policy import parallel
 from megastep.policy.model import build_model
 from megastep.sync.convert import rows_of, to_megatron
@@ -27,7 +27,7 @@ def test_tables_cover_every_parameter_of_every_rank_exactly_once(name):
         with parallel.imagined(layout, rank, world):
             place = parallel.place()
             with torch.device("meta"):
-                (model,) = build_model(arch, layout, "bf16")
+                (model,) = build_model(arch, PolicyConfig(precision="bf16", parallel=layout))
                 names = [global_name(local, model, arch) for local, _ in model.named_parameters()]
                 assert len(set(names)) == len(names)
                 for row_name, param in zip(names, model.parameters(), strict=True):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from megastep.samples import make_samples
-from megastep.samples.filters import Dropped, DynamicSampling, finite_rewards, over_long, zero_variance
+from megastep.samples.filters import Dropped, DynamicSampling, failed, finite_rewards, over_long, zero_variance
 
 from .rollouts import group_of, trajectory
 
@@ -33,6 +33,17 @@ def test_finite_rewards_drops_the_trajectory_and_keeps_its_group():
     assert [[t.index for t in g.trajectories] for g in kept] == [[0, 2]]
     assert dropped == [Dropped(0, 1, "reward is nan"), Dropped(1, 0, "reward is inf")]
     make_samples(kept, "grpo", "token")
+
+
+def test_failed_drops_what_proves_nothing():
+    group = with_rewards(0, 1, 0, 0, 0)
+    first, second, third, _ = group.trajectories
+    first.stop_reason, first.env_metrics = "env_timeout", {"error": "no answer within 5 s"}
+    second.stop_reason = "abort"
+    third.stop_reason = "context"
+    kept, dropped = failed([group])
+    assert [t.index for t in kept[0].trajectories] == [2, 3]
+    assert dropped == [Dropped(0, 0, "env_timeout: no answer within 5 s"), Dropped(0, 1, "abort")]
 
 
 def cut_off():

@@ -3,7 +3,7 @@ import pytest
 
 from megastep.samples import lay_out
 from megastep.samples.filters import Dropped
-from megastep.samples.metrics import filter_metrics, layout_metrics, rollout_metrics
+from megastep.samples.metrics import evaluation_metrics, filter_metrics, layout_metrics, rollout_metrics
 
 from .rollouts import group_of, samples_of, trajectory
 
@@ -30,6 +30,15 @@ def test_s5_rollout_metrics_count_trajectories():
     assert found["rollout/stop_context"] == 2 / 4
     assert found["rollout/no_steps"] == 1
     assert found["env/calls"] == 1.0 and "env/note" not in found
+
+
+def test_s5_evaluation_has_the_same_numbers_under_its_own_names():
+    rolled, found = rollout_metrics(batch()), evaluation_metrics(batch())
+    assert len(found) == len(rolled) and all(name.startswith("eval/") for name in found)
+    assert found["eval/success"] == rolled["reward/success"] and found["eval/pass_at_2"] == rolled["reward/pass_at_2"]
+    assert found["eval/reward_mean"] == rolled["reward/mean"]
+    assert found["eval/turns_mean"] == rolled["rollout/turns_mean"]
+    assert found["eval/turn/count"] == 5 and found["eval/env/calls"] == 1.0
 
 
 def test_s5_turn_metrics_say_turn():

@@ -1,0 +1,89 @@
+"""X1: attention over a trie equals a dense mask, forward and backward, however the tokens are cut into blocks."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from megastep.policy.attention import _TrieAttention, blocks_of
+from megastep.samples import lay_out
+from megastep.types import LossTable, Trie
+from tests.samples.rollouts import random_group, samples_of
+
+
+def some_tries() -> list[Trie]:
+    dice = random.Random(3)
+    tries = []
+    for _ in range(25):
+        groups = [random_group(dice, id, "none", 0.0) for id in range(dice.randint(1, 3))]
+        tries += [m.trie for m in lay_out(samples_of(*groups), 1, 10_000, align_tokens=dice.choice([1, 4]))[0][0]]
+    return tries
+
+
+def dense(query, key, value, trie: Trie, scale: float):
+    """The predicate of the design, literally."""
+    index, end = torch.arange(len(trie)), torch.from_numpy(trie.end.astype(np.int64))
+    visible = (index[None] <= index[:, None]) & (index[:, None] < end[None])  # [q, k]
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (4, 1)])
+def test_equals_a_dense_mask(heads, kv_heads):
+    torch.manual_seed(0)
+    branched = 0
+    for trie in some_tries():
+        branched += trie.branches
+        inputs = [torch.randn(len(trie), n, 32, requires_grad=True) for n in (heads, kv_heads, kv_heads)]
+        grad = torch.randn(len(trie), heads, 32)
+        expected = dense(*inputs, trie, 0.2)
+        expected_grads = torch.autograd.grad(expected, inputs, grad)
+        for block_tokens, short_path in ((1, 0), (5, 3), (16, 0), (16, 8), (64, 512)):
+            blocks = blocks_of(trie, heads // kv_heads, block_tokens, short_path)
+            assert [b.start for b in blocks] == [0] + [b.stop for b in blocks[:-1]] and blocks[-1].stop == len(trie)
+            out = _TrieAttention.apply(*inputs, blocks, 0.2)
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+            for ours, theirs in zip(torch.autograd.grad(out, inputs, grad), expected_grads, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    assert branched > 10
+
+
+def test_bf16_is_as_near_as_bf16_can_be():
+    torch.manual_seed(0)
+    trie = max(some_tries(), key=len)
+    inputs = [torch.randn(len(trie), heads, 32) for heads in (8, 2, 2)]
+    blocks = blocks_of(trie, 4, 16, 8)
+    assert any(b.shared is not None for b in blocks)
+    out = _TrieAttention.apply(*(t.bfloat16() for t in inputs), blocks, 0.2)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), dense(*inputs, trie, 0.2), rtol=0, atol=0.03)
+
+
+def long_trie(tokens: int) -> Trie:
+    """A stem of half the tokens, and under it branches of 50."""
+    stem = tokens // 2
+    branch = np.arange(tokens - stem) % 50
+    position = np.concatenate([np.arange(stem), stem + branch]).astype(np.int32)
+    starts = np.arange(stem, tokens) - branch
+    end = np.concatenate([np.full(stem, tokens), np.minimum(starts + 50, tokens)]).astype(np.int32)
+    none = np.zeros(0, np.int32)
+    return Trie(np.zeros(tokens, np.int32), position, end, LossTable(*[none] * 8))
+
+
+def test_memory_grows_with_the_tokens_not_with_their_square():
+    """Everything that forward keeps for backward, masks included."""
+
+    def kept(tokens: int) -> int:
+        trie = long_trie(tokens)
+        blocks = blocks_of(trie, groups=4)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+            inputs = [torch.randn(tokens, heads, 32, requires_grad=True) for heads in (8, 2, 2)]
+            _TrieAttention.apply(*inputs, blocks, 0.2)
+        masks = {b.mask.untyped_storage().data_ptr(): b.mask.untyped_storage().nbytes() for b in blocks}
+        return sum(sizes) + sum(masks.values())
+
+    small, large = kept(2000), kept(8000)
+    assert large < 4.5 * small and large < 8000 * 8000 * 4 / 8

@@ -1,0 +1,187 @@
+"""Losses against their formulas written out row by row, and their independence of how rows are cut."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megastep.config import LossConfig
+from megastep.policy.loss import MAXIMA, SUMS, means, policy_loss, rows_on
+from megastep.types import LossTable
+
+N = 24
+
+
+def table(seed=0) -> LossTable:
+    random = np.random.default_rng(seed)
+    step = np.repeat([0, 1, 2, 3], N // 4).astype(np.int32)
+    f32 = np.float32
+    return LossTable(
+        src=np.arange(N, dtype=np.int32), target=np.zeros(N, np.int32), advantage=random.normal(size=N).astype(f32),
+        weight=random.random(N).astype(f32), rollout_logprob=random.normal(-2, 0.5, N).astype(f32),
+        group=np.zeros(N, np.int32), trajectory=np.zeros(N, np.int32), step=step,
+        old_logprob=random.normal(-2, 0.5, N).astype(f32), ref_logprob=random.normal(-2, 0.5, N).astype(f32),
+    )
+
+
+def logprobs(seed=1) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(-2, 0.5, N).astype(np.float32)).requires_grad_()
+
+
+def run(config: LossConfig, loss: LossTable, x: torch.Tensor, entropy=None):
+    entropy = torch.full((len(loss),), 1.5) if entropy is None else entropy
+    return policy_loss(config, x, entropy, rows_on(loss, torch.device("cpu")))
+
+
+def expected(config: LossConfig, loss: LossTable, x: np.ndarray) -> float:
+    """The formulas of loss.py's docstring, one row at a time."""
+    old = loss.rollout_logprob if config.old == "rollout" else loss.old_logprob
+    total = 0.0
+    for i in range(N):
+        mine = loss.step == loss.step[i]
+        ratio = math.exp(x[i] - old[i])
+        if config.kind == "gspo":
+            ratio = math.exp(np.mean(x[mine] - old[mine]))
+        low, high, a = 1 - config.clip_low, 1 + config.clip_high, float(loss.advantage[i])
+        bounded = min(max(ratio, low), high)
+        term = {"reinforce": -a * x[i], "nll": -x[i], "cispo": -bounded * a * x[i]}.get(config.kind)
+        if term is None:
+            term = -min(ratio * a, bounded * a)
+            if config.dual_clip and a < 0:
+                term = min(term, -config.dual_clip * a)
+        gap = old - loss.rollout_logprob
+        importance = math.exp(gap[mine].sum() if config.correction_level == "step" else gap[i])
+        if config.correction == "truncate":
+            term *= min(importance, config.correction_high)
+        elif config.correction == "mask":
+            term *= config.correction_low <= importance <= config.correction_high
+        d = loss.ref_logprob[i] - x[i]
+        term += config.kl * (math.exp(d) - d - 1 if config.kl_estimate == "k3" else d * d / 2)
+        total += loss.weight[i] * (term - config.entropy * 1.5)
+    return total
+
+
+@pytest.mark.parametrize("settings", [
+    dict(kind="ppo_clip"),
+    dict(kind="ppo_clip", clip_low=0.1, clip_high=0.4),
+    dict(kind="ppo_clip", dual_clip=1.5),
+    dict(kind="ppo_clip", old="rollout"),
+    dict(kind="gspo", clip_low=0.05, clip_high=0.05),
+    dict(kind="cispo", clip_high=0.3),
+    dict(kind="reinforce"),
+    dict(kind="nll"),
+    dict(kind="ppo_clip", kl=0.1),
+    dict(kind="reinforce", kl=0.1, kl_estimate="k2"),
+    dict(kind="reinforce", entropy=0.2),
+    dict(kind="ppo_clip", correction="truncate", correction_high=1.2),
+    dict(kind="ppo_clip", correction="truncate", correction_level="step", correction_high=1.2),
+    dict(kind="reinforce", correction="mask", correction_low=0.8, correction_high=1.2),
+    dict(kind="reinforce", correction="mask", correction_level="step", correction_low=0.2, correction_high=5.0),
+], ids=lambda s: "-".join(map(str, s.values())))
+def test_formulas(settings):
+    config, loss, x = LossConfig(**settings), table(), logprobs()
+    found, _ = run(config, loss, x)
+    assert found.item() == pytest.approx(expected(config, loss, x.detach().numpy()), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "cispo", "reinforce", "nll"])
+def test_cutting_rows_between_steps_changes_nothing(kind):
+    """X4: loss, gradient and metrics of the parts add up, wherever steps are parted."""
+    config = LossConfig(kind=kind, kl=0.1, correction="truncate", correction_level="step")
+    loss = table()
+    whole_x, parts_x = logprobs(), logprobs()
+    whole, account = run(config, loss, whole_x)
+    whole.backward()
+    sums, maxima = torch.zeros(len(SUMS)), torch.zeros(len(MAXIMA))
+    for rows in (slice(0, 6), slice(6, 18), slice(18, 24)):
+        part, of_part = run(config, loss.take(rows), parts_x[rows])
+        part.backward()
+        sums, maxima = sums + of_part.sums, torch.maximum(maxima, of_part.maxima)
+    torch.testing.assert_close(whole_x.grad, parts_x.grad)
+    torch.testing.assert_close(account.sums, sums.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(account.maxima, maxima.double())
+
+
+def test_gspo_has_the_gradient_of_the_sequence_ratio():
+    """With one weight and advantage per step: that of -A exp(mean of x - old) per step."""
+    loss = table()
+    loss.advantage[:] = np.repeat(loss.advantage[:4], N // 4)
+    loss.weight[:] = 1 / N
+    ours, plain = logprobs(), logprobs()
+    run(LossConfig(kind="gspo", clip_low=0.99, clip_high=99.0), loss, ours)[0].backward()
+    old = torch.from_numpy(loss.old_logprob)
+    for s in range(4):
+        rows = slice(s * N // 4, (s + 1) * N // 4)
+        (-loss.advantage[rows][0].item() * (plain[rows] - old[rows]).mean().exp() / 4).backward()
+    torch.testing.assert_close(ours.grad, plain.grad)
+
+
+def test_a_filler_is_inert():
+    """S14: neither loss, gradient nor metric knows of it, be its logprob what it may."""
+    filler = table(2).take(slice(0, 1))
+    filler.weight[:] = 0
+    filler.group[:] = filler.trajectory[:] = filler.step[:] = -1
+    filler.rollout_logprob[:] = filler.old_logprob[:] = 0
+    for kind in ("ppo_clip", "gspo", "cispo", "reinforce", "nll"):
+        config = LossConfig(kind=kind)
+        x = torch.full((1,), -300.0, requires_grad=True)
+        found, account = run(config, filler, x)
+        found.backward()
+        assert found.item() == 0 and x.grad.item() == 0
+        assert not account.sums.any() and not account.bad.any()
+        assert not account.maxima.any()
+    assert means(dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0))["train/loss"] == 0.0
+
+
+def test_without_old_logprobs_the_ratio_is_one_and_its_gradient_is_not():
+    loss, x = table(), logprobs()
+    loss.old_logprob = None
+    found, account = run(LossConfig(kind="ppo_clip"), loss, x)
+    found.backward()
+    assert found.item() == pytest.approx(-(loss.weight * loss.advantage).sum(), rel=1e-5)
+    torch.testing.assert_close(x.grad, torch.from_numpy(-loss.weight * loss.advantage))
+    assert account.sums[SUMS.index("ratio")] == N
+
+
+@pytest.mark.parametrize("settings, change", [
+    (dict(kind="ppo_clip", old="rollout"), dict(advantage=1.0)),
+    (dict(kind="ppo_clip", old="rollout", dual_clip=3.0), dict(advantage=-1.0)),
+    (dict(kind="ppo_clip", old="rollout"), dict(weight=0.0)),
+    (dict(kind="reinforce", correction="mask"), dict(old_logprob=200.0)),
+    (dict(kind="reinforce", kl=0.1), dict(ref_logprob=200.0)),
+], ids=["clipped", "dual_clip", "weight_0", "masked", "kl"])
+def test_a_far_off_row_does_not_spoil_the_others(settings, change):
+    loss, x = table(), logprobs()
+    loss.rollout_logprob[3] = -200.0  # exp of the difference is more than a float holds
+    for column, value in change.items():
+        getattr(loss, column)[3] = value
+    found, account = run(LossConfig(**settings), loss, x)
+    found.backward()
+    assert math.isfinite(found.item()) and x.grad.isfinite().all() and not account.bad.any()
+
+
+def test_mismatch_is_the_trainers_own_where_the_rollout_counts_as_old():
+    loss, x = table(), logprobs()
+    _, account = run(LossConfig(kind="ppo_clip", old="rollout"), loss, x)
+    gap = np.abs(x.detach().numpy() - loss.rollout_logprob)
+    assert account.maxima[MAXIMA.index("mismatch_max_abs")] == pytest.approx(gap.max(), rel=1e-5)
+
+
+def test_a_bad_number_is_found_by_row():
+    loss, x = table(), logprobs()
+    loss.advantage[7] = np.inf
+    _, account = run(LossConfig(kind="reinforce"), loss, x)
+    assert account.bad.nonzero().flatten().tolist() == [7]
+
+
+def test_mismatch_metrics_are_those_of_the_rows_that_recorded_logprobs():
+    loss, x = table(), logprobs()
+    loss.rollout_logprob[3] = np.nan
+    config = LossConfig(kind="ppo_clip", correction="truncate")
+    found, account = run(config, loss, x)
+    assert math.isfinite(found.item())
+    metrics = means(dict(zip(SUMS, account.sums.tolist())), dict(zip(MAXIMA, account.maxima.tolist())))
+    gap = np.delete(loss.old_logprob - loss.rollout_logprob, 3)
+    assert metrics["mismatch/kl"] == pytest.approx(np.mean(np.exp(gap) - gap - 1), rel=1e-5)
+    assert metrics["mismatch/max_abs"] == pytest.approx(np.abs(gap).max(), rel=1e-6)

@@ -1,0 +1,89 @@
+"""The worker: old and reference logprobs, steps that are not applied, router losses, temperature."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests import cases
+from tests.policy.updates import make_groups, plain_logprobs
+
+MODEL = "qwen3_moe"
+
+
+def plain(models, groups, temperature=1.0) -> dict:
+    _, model = models(MODEL)
+    found = {}
+    for group in groups:
+        for trajectory in group.trajectories:
+            for step in trajectory.steps:
+                with torch.no_grad():
+                    _, logp = plain_logprobs(model, step, replay=False)
+                logp = (logp / temperature).log_softmax(-1)
+                ids = torch.from_numpy(step.response_ids.astype(np.int64))
+                values = logp.gather(1, ids[:, None]).squeeze(1).numpy()[step.loss_mask]
+                found[group.id, trajectory.index, step.index] = values
+    return found
+
+
+def merged(results) -> dict:
+    return {key: value for found in results for key, value in found.items()}
+
+
+def assert_same(found: dict, expected: dict, atol=2e-5) -> None:
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        np.testing.assert_allclose(found[key], values, atol=atol, err_msg=str(key))
+
+
+@pytest.mark.parametrize("world, layout, budget", [(2, {}, 60), (4, dict(tensor=2, pipeline=2), 60), (2, {}, 4096)])
+def test_old_logprobs_are_those_of_their_rows(world, layout, budget, ranks, models):
+    """S14: also where micro-batches do not divide by ranks and fillers stand in."""
+    folder, _ = models(MODEL)
+    groups = make_groups(replay=False, prompts=1)
+    results = ranks(world).run(cases.old_logprobs, folder=folder, layout=layout, groups=groups, budget=budget)
+    assert_same(merged(results), plain(models, groups))
+
+
+def test_the_reference_is_the_initial_model(ranks, models):
+    """Its logprobs stay after updates, and the policy has its own weights back."""
+    folder, _ = models(MODEL)
+    groups = make_groups(replay=False)
+    results = ranks(2).run(cases.reference_after_updates, folder=folder, layout=dict(expert=2), groups=groups)
+    before, after, reference, policy_again = ([r[i] for r in results] for i in range(4))
+    assert_same(merged(reference), plain(models, groups))
+    assert_same(merged(policy_again), merged(after), atol=0)
+    assert max(np.abs(merged(after)[k] - v).max() for k, v in merged(before).items()) > 1e-2
+
+
+def test_logprobs_are_those_of_the_sampling_temperature(ranks, models):
+    folder, _ = models(MODEL)
+    groups = make_groups(replay=False, prompts=1)
+    found = ranks(2).run(
+        cases.logprobs_of, folder=folder, layout=dict(tensor=2), groups=groups, replay=False, temperature=0.6
+    )
+    assert_same(merged(found), plain(models, groups, temperature=0.6))
+
+
+@pytest.mark.parametrize("trouble, named", [
+    ("advantage", "loss of group 1, trajectory 2, step 0"),
+    ("gradient", "gradient of module.decoder.layers"),
+])
+@pytest.mark.parametrize("layout", [dict(expert=2), dict(pipeline=2)])
+def test_a_step_that_is_not_finite_is_skipped_and_named(layout, trouble, named, ranks, models):
+    folder, _ = models(MODEL)
+    results = ranks(2).run(cases.bad_then_good_update, folder=folder, layout=layout, trouble=trouble)
+    for skipped, metric, unchanged, then_changed, then_skipped in results:
+        assert named in skipped and "not finite" in skipped
+        assert metric == 1.0 and unchanged
+        assert then_changed and then_skipped is None
+
+
+def test_router_losses_depend_on_neither_micro_batches_nor_tensor_parallelism(ranks, models):
+    """Their coefficients are per token: twice the same micro-batch weighs as much as once, on two ranks as on one."""
+    folder, _ = models(MODEL)
+    once, twice, off = ranks(1).run(cases.router_loss_gradients, folder=folder, layout={})[0]
+    np.testing.assert_allclose(twice, once, rtol=1e-4)
+    assert np.abs(once - off).max() > 1e-6
+    split, _, _ = ranks(2).run(cases.router_loss_gradients, folder=folder, layout=dict(tensor=2))[0]
+    # Not the same: two ranks pad the micro-batch, and routers see the padding.
+    assert np.linalg.norm(split - once) < 0.05 * np.linalg.norm(once)

@@ -1,0 +1,480 @@
+"""What does the trie save? The same policy update under four set-ups, and ours against a bare Megatron schedule.
+
+    flat_padded   each step a sequence, padded to the longest, head on every token
+    flat          each step a sequence, packed, head on every token
+    merge         linear prefix merging, packed, head on every token
+    trie          every distinct token once, head on the loss rows
+
+    search        4 turns, 5 samples; prompt 60, response 40, observation 100 tokens; nothing stripped from history
+    think         8 turns, 4 samples; prompt 100, thinking 60, answer 12, observation 60; thinking stripped
+    long_think    the same, 16 turns
+
+Random tokens, of 4, 2 and 1 prompts, so that all three have about 9,000 distinct tokens; a 4-layer MoE in fp32: hidden
+256, 8 heads of 32 over 2 key heads, 8 experts top-2 of 256, vocabulary 8192. "Head on every token" is Megatron's own
+output layer and cross entropy, and the entropy as a metric, which the update reports under every set-up. Attention of
+the first three is torch's flash kernel, causal, sequence by sequence, as its SDPA runs it; the trie has the blocks of
+attention.py. policy.head_rows is large enough that no logits are computed twice. Seconds are CPU seconds of the
+process, one thread: packing, forward, backward and gradient sums, without the optimizer; the best of the runs, taken in
+turns. Peak memory is what an update adds to the process at its highest.
+
+`overhead_vs_megatron`: our update over Megatron's forward_backward_func on a GPTModel of its own, both on equal
+sequences that are trained on every token. Its attention is torch's SDPA, for Megatron's own builds [T, T] scores.
+
+    python tools/bench_layout.py [--runs 3] [--workloads search,think]
+
+The last line is JSON: {"workloads": {NAME: {speedup_vs_merge, speedup_vs_flat, computed_over_distinct,
+peak_bytes_trie, peak_bytes_merge, max_rel_grad_diff}}, "overhead_vs_megatron": x}.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+warnings.filterwarnings("ignore")
+
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+from megastep.config import Config
+from megastep.policy import attention, batch, model, parallel, worker
+from megastep.samples import lay_out, make_samples
+from megastep.types import Group, LossTable, MicroBatch, Step, Trajectory, Trie
+
+# prompts; turns, samples; tokens of prompt, thinking, answer, observation
+WORKLOADS = {
+    "search": (4, 4, 5, 60, 0, 40, 100),
+    "think": (2, 8, 4, 100, 60, 12, 60),
+    "long_think": (1, 16, 4, 100, 60, 12, 60),
+}
+SETUPS = ("flat_padded", "flat", "merge", "trie")
+PARTS = ("attention", "experts", "head", "data")
+MODEL = dict(
+    model_type="qwen3_moe", hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
+    head_dim=32, intermediate_size=256, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256,
+    norm_topk_prob=True, vocab_size=8192, max_position_embeddings=4096, rms_norm_eps=1e-6, hidden_act="silu",
+    tie_word_embeddings=False, rope_theta=10000.0, initializer_range=0.05,
+)
+BUDGET = 16_384
+
+
+# ---------------------------------------------------------------- workloads
+
+
+def make_groups(prompts, *shape) -> list[Group]:
+    random = np.random.default_rng(0)
+    return [make_group(random, id, *shape) for id in range(prompts)]
+
+
+def make_group(random, id, turns, samples, prompt, thinking, answer, observation) -> Group:
+    def some(n):
+        return random.integers(MODEL["vocab_size"], size=n, dtype=np.int32)
+
+    first, trajectories = some(prompt), []
+    for index in range(samples):
+        history, steps = first, []
+        for turn in range(turns):
+            response = some(thinking + answer)
+            steps.append(Step(
+                index=turn, last=turn == turns - 1, prompt_ids=history, response_ids=response,
+                loss_mask=np.ones(len(response), bool), logprobs=np.full(len(response), -9, np.float32),
+                versions=np.array([[0, len(response)]], np.int32), reward=float(index % 2 and turn == turns - 1),
+            ))
+            history = np.concatenate([history, response[thinking:], some(observation)])
+        trajectories.append(Trajectory(id, index, steps))
+    return Group(id, trajectories)
+
+
+def micro_batches(groups: list[Group], setup: str) -> list[MicroBatch]:
+    samples = make_samples(groups, "grpo", "token")
+    if setup == "flat_padded":
+        return padded(samples)
+    return lay_out(samples, 1, BUDGET, layout=setup, attention_tokens=6 * MODEL["hidden_size"])[0][0]
+
+
+def padded(samples) -> list[MicroBatch]:
+    """As many steps as the budget holds, each padded to the longest of all."""
+    tries = [lay_out([sample], 1, BUDGET, layout="flat")[0][0][0].trie for sample in samples]
+    longest = max(map(len, tries))
+    size = BUDGET // longest
+    return [rectangle(tries[at : at + size], longest) for at in range(0, len(tries), size)]
+
+
+def rectangle(tries: list[Trie], length: int) -> MicroBatch:
+    columns = ("target", "advantage", "weight", "rollout_logprob", "group", "trajectory", "step")
+    loss = LossTable(
+        src=np.concatenate([t.loss.src + np.int32(i * length) for i, t in enumerate(tries)]),
+        **{name: np.concatenate([getattr(t.loss, name) for t in tries]) for name in columns},
+    )
+    rows = np.arange(len(tries), dtype=np.int32)
+    trie = Trie(
+        tokens=np.concatenate([np.pad(t.tokens, (0, length - len(t))) for t in tries]),
+        position=np.tile(np.arange(length, dtype=np.int32), len(tries)),
+        end=np.repeat((rows + 1) * np.int32(length), length),
+        loss=loss,
+    )
+    return MicroBatch(trie, sum(map(len, tries)))
+
+
+def steps_of(groups: list[Group]) -> list[Step]:
+    return [step for group in groups for trajectory in group.trajectories for step in trajectory.steps]
+
+
+def distinct_tokens(groups: list[Group]) -> int:
+    """Token prefixes that some trained token is predicted from; counted apart from the code under test."""
+    prefixes = set()
+    for step in steps_of(groups):
+        ids = np.concatenate([step.prompt_ids, step.response_ids])[:-1]
+        prefixes |= {hash(ids[: n + 1].tobytes()) for n in range(len(ids))}
+    return len(prefixes)
+
+
+# ---------------------------------------------------------------- set-ups
+
+
+@contextlib.contextmanager
+def patched(*patches):
+    """(owner, name, replacement of the function)."""
+    old = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
+    for owner, name, function in patches:
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for owner, name, function in old:
+            setattr(owner, name, function)
+
+
+def all_rows_forward(self, batch):
+    """A stage of one rank with Megatron's own head on every token."""
+    hidden = self.decoder(
+        hidden_states=self.embedding(input_ids=batch.tokens, position_ids=None),
+        attention_mask=None,
+        rotary_pos_emb=self.rotary_pos_emb(batch.rope_tokens, packed_seq=True)[batch.position],
+        packed_seq_params=batch.attention,
+    )
+    labels = torch.zeros_like(batch.tokens[0])
+    rows = batch.rows
+    labels[rows.src[rows.of_row]] = rows.target  # unbranched: one target per source
+    losses, entropies = all_rows_head(self, hidden, labels)
+    of_table = rows.src[rows.of_row][rows.to_table]
+    return torch.stack([-losses[of_table], entropies[of_table]])
+
+
+def all_rows_head(self, hidden, labels):
+    logits, _ = self.output_layer(hidden)
+    with torch.no_grad():
+        entropies = entropy_of(logits.squeeze(1))
+    return vocab_parallel_cross_entropy(logits.float(), labels.unsqueeze(1)).squeeze(1), entropies
+
+
+def entropy_of(logits):
+    p = logits.softmax(-1)
+    return logits.logsumexp(-1) - p.mul_(logits).sum(-1)
+
+
+class SdpaAttention(torch.nn.Module):
+    """torch's own causal attention, sequence by sequence; [T, heads, dim] or, unpacked, [s, b, heads, dim]."""
+
+    def __init__(self, config, softmax_scale=None, **unused):
+        super().__init__()
+
+    def forward(self, query, key, value, *unused, packed_seq_params=None, **unused_too):
+        if packed_seq_params is None:
+            q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+            return causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        lengths = packed_seq_params.blocks
+        parts = [[x.transpose(0, 1).unsqueeze(0) for x in t.split(lengths)] for t in (query, key, value)]
+        return torch.cat([causal(*qkv).squeeze(0).transpose(0, 1) for qkv in zip(*parts)])
+
+
+def causal(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def sequence_lengths(trie: Trie, groups: int) -> list[int]:
+    return np.diff([*trie.sequence_starts().tolist(), len(trie)]).tolist()
+
+
+def as_others_do(setup: str):
+    """Head and attention of a set-up."""
+    if setup == "trie":
+        return contextlib.nullcontext()
+    return patched(
+        (model.PolicyModel, "forward", all_rows_forward),
+        (attention.TrieAttention, "forward", SdpaAttention.forward),
+        (attention, "blocks_of", sequence_lengths),
+    )
+
+
+def update(policy, groups: list[Group], setup: str) -> list[MicroBatch]:
+    """Everything of an update but the optimizer's step: gradients are left in the buffers."""
+    batches = micro_batches(groups, setup)
+    with as_others_do(setup):
+        for chunk in policy.chunks:
+            chunk.zero_grad_buffer()
+        policy._run(batches, policy._loss)
+    return batches
+
+
+def make_policy(folder: Path) -> worker.PolicyWorker:
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    config = Config()
+    config.model.path, config.model.init = str(folder), "random"
+    config.loss.old, config.replay.enabled = "rollout", False
+    config.policy.head_rows = BUDGET
+    return worker.PolicyWorker(config)
+
+
+def gradients(policy) -> list[torch.Tensor]:
+    return [p.main_grad.clone() for p in policy.chunks[0].parameters()]
+
+
+def largest_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """Over parameters: norm of the difference over norm of the gradient."""
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(ours, theirs, strict=True))
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def cpu_seconds(run) -> float:
+    gc.collect()
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def best_in_turns(runs: int, **what) -> dict[str, float]:
+    """The best CPU time of each, taken in turns, so that a slow spell of the machine meets all of them."""
+    for run in what.values():
+        run()
+    times = {name: [] for name in what}
+    for _ in range(runs):
+        for name, run in what.items():
+            times[name].append(cpu_seconds(run))
+    return {name: min(found) for name, found in times.items()}
+
+
+def peak_bytes(run) -> int:
+    """Most memory that the process took beyond what it had before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    run()
+    return memory("VmHWM") - before
+
+
+def memory(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def peaks_elsewhere(workloads: list[str]) -> dict[str, dict[str, int]]:
+    """In a process whose allocator returns every freed tensor at once: slower, but its peak is that of the tensors."""
+    command = [sys.executable, __file__, "--peaks", "--workloads", ",".join(workloads)]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    out = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(out.splitlines()[-1])
+
+
+def peaks(policy, workloads: list[str]) -> dict[str, dict[str, int]]:
+    found = {}
+    for name in workloads:
+        groups = make_groups(*WORKLOADS[name])
+        update(policy, groups, "trie")
+        found[name] = {setup: peak_bytes(lambda: update(policy, groups, setup)) for setup in ("merge", "trie")}
+    return found
+
+
+# ---------------------------------------------------------------- where the time goes
+
+
+class Stopwatch:
+    """CPU seconds of some functions, forward and backward."""
+
+    def __init__(self):
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    def timed(self, part, function):
+        """The function's first tensor argument is what its backward ends with."""
+
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            at = next(i for i, a in enumerate(args) if torch.is_tensor(a))
+            with self.counting(part):
+                watched = args[at].view_as(args[at]) if args[at].requires_grad else args[at]
+                result = function(*args[:at], watched, *args[at + 1 :], **kwargs)
+            self.watch_backward(part, result, watched)
+            return result
+
+        return run
+
+    def watch_backward(self, part, result, watched):
+        out = result[0] if isinstance(result, tuple) else result
+        if not (torch.is_tensor(out) and out.requires_grad and watched.requires_grad):
+            return
+        began = []
+        out.register_hook(lambda grad: began.append(time.process_time()))
+        watched.register_hook(lambda grad: self.add(part, time.process_time() - began.pop()))
+
+    @contextlib.contextmanager
+    def counting(self, part):
+        start = time.process_time()
+        yield
+        self.add(part, time.process_time() - start)
+
+    def add(self, part, seconds):
+        self.seconds[part] += seconds
+
+
+def breakdown(policy, groups: list[Group], setup: str) -> dict[str, float]:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    watch = Stopwatch()
+
+    def data(function):
+        def run(*args, **kwargs):
+            with watch.counting("data"):
+                return function(*args, **kwargs)
+
+        return run
+
+    here = sys.modules[__name__]
+    with patched(
+        (attention.TrieAttention, "forward", watch.timed("attention", attention.TrieAttention.forward)),
+        (SdpaAttention, "forward", watch.timed("attention", SdpaAttention.forward)),
+        (MoELayer, "forward", watch.timed("experts", MoELayer.forward)),
+        (model, "row_logprobs", watch.timed("head", model.row_logprobs)),
+        (here, "all_rows_head", watch.timed("head", all_rows_head)),
+        (here, "micro_batches", data(micro_batches)),
+        (worker, "prepare", data(batch.prepare)),
+    ):
+        total = cpu_seconds(lambda: update(policy, groups, setup))
+    return {**watch.seconds, "rest": total - sum(watch.seconds.values())}
+
+
+# ---------------------------------------------------------------- against bare Megatron
+
+
+def bare_megatron(policy, tokens: torch.Tensor):
+    """A plain GPTModel of the same shape under the same data parallelism, and its forward_backward_func."""
+    own = model.TrieAttention
+    model.TrieAttention, model.PolicyModel, policy_model = SdpaAttention, model.GPTModel, model.PolicyModel
+    try:
+        chunks = model.build_model(policy.arch, policy.config.policy)
+    finally:
+        model.TrieAttention, model.PolicyModel = own, policy_model
+    chunks = model.wrap_for_training(chunks, "fp32")
+    chunks[0].module.config.finalize_model_grads_func = worker._finalize_sums
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+
+    def loss_of(losses):
+        loss = losses[:, :-1].sum() / losses[:, :-1].numel()
+        return loss, torch.tensor(1, dtype=torch.int), loss.detach()
+
+    def forward_step(data, chunk):
+        return chunk(next(data), positions, None, labels=tokens.roll(-1, 1)), loss_of
+
+    def run():
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=[iter([tokens])], model=chunks, num_microbatches=1,
+            seq_length=tokens.shape[1], micro_batch_size=len(tokens), forward_only=False,
+        )
+
+    return run
+
+
+def overhead(policy, runs: int) -> float:
+    tokens = np.random.default_rng(1).integers(MODEL["vocab_size"], size=(8, 513), dtype=np.int32)
+    groups = [
+        Group(i, [Trajectory(i, 0, [Step(0, True, row[:1], row[1:], np.ones(512, bool), np.full(512, -9, np.float32),
+                                         np.array([[0, 512]], np.int32))])])
+        for i, row in enumerate(tokens)
+    ]
+
+    def ours():
+        batches, _ = lay_out(make_samples(groups, "grpo", "token"), 1, BUDGET)
+        for chunk in policy.chunks:
+            chunk.zero_grad_buffer()
+        accounts = policy._run(batches[0], policy._loss)
+        worker._metrics(accounts)
+        policy._agreement()
+        assert policy._not_finite(batches[0], accounts) is None
+
+    # Ours does not compute the last token, which predicts nothing: 512 tokens a sequence for both.
+    bare = bare_megatron(policy, torch.from_numpy(tokens[:, :512].astype(np.int64)))
+    times = best_in_turns(max(runs, 5), ours=ours, bare=bare)
+    print(f"\noverhead: ours {times['ours']:.3f} s, bare Megatron {times['bare']:.3f} s, 8 sequences of 512 tokens")
+    return times["ours"] / times["bare"]
+
+
+# ---------------------------------------------------------------- the tool
+
+
+def measure(policy, name: str, runs: int, peak: dict[str, int]) -> dict:
+    groups = make_groups(*WORKLOADS[name])
+    times = best_in_turns(runs, **{s: functools.partial(update, policy, groups, s) for s in SETUPS})
+    tokens, grads = {}, {}
+    for setup in SETUPS:
+        batches = update(policy, groups, setup)
+        tokens[setup] = sum(len(m.trie) for m in batches)
+        grads[setup] = gradients(policy)
+    distinct = distinct_tokens(groups)
+    steps = steps_of(groups)
+    rows = sum(len(step.response_ids) for step in steps)
+    print(f"\n{name}: {len(groups)} prompts, {len(steps)} steps, {distinct} distinct tokens, {rows} trained")
+    print(f"  {'':12}{'tokens':>8}{'seconds':>9}{'× merge':>9}   " + "".join(f"{p:>10}" for p in (*PARTS, "rest")))
+    for setup in SETUPS:
+        parts = breakdown(policy, groups, setup)
+        print(f"  {setup:12}{tokens[setup]:8}{times[setup]:9.2f}{times['merge'] / times[setup]:9.2f}   "
+              + "".join(f"{parts[p]:10.2f}" for p in (*PARTS, "rest")))
+    print(f"  peak memory: merge {peak['merge'] / 1e6:.0f} MB, trie {peak['trie'] / 1e6:.0f} MB")
+    return {
+        "speedup_vs_merge": times["merge"] / times["trie"],
+        "speedup_vs_flat": times["flat"] / times["trie"],
+        "computed_over_distinct": tokens["trie"] / distinct,
+        "peak_bytes_trie": peak["trie"],
+        "peak_bytes_merge": peak["merge"],
+        "max_rel_grad_diff": max(largest_difference(g, grads["flat"]) for g in grads.values()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3, help="timed runs of each set-up; the best counts")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="some of search,think,long_think")
+    parser.add_argument("--peaks", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    names = args.workloads.split(",")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, parallel.alone():
+        policy = make_policy(Path(folder))
+        if args.peaks:
+            print(json.dumps(peaks(policy, names)))
+            return
+        peak = peaks_elsewhere(names)
+        workloads = {name: measure(policy, name, args.runs, peak[name]) for name in names}
+        result = {"workloads": workloads, "overhead_vs_megatron": overhead(policy, args.runs)}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
