@@ -1,8 +1,10 @@
-"""A process that must not outlive the one that started it, however that ends."""
+"""How a process that another one started behaves: it ends with its parent, and its chatter goes to a file."""
 
 import ctypes
+import os
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -11,3 +13,12 @@ def end_with_parent() -> None:
     """Called in the child. Linux only; elsewhere a killed parent leaves its children."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def send_output_to(path: Path) -> None:
+    """Megatron's, torch's and vLLM's chatter goes to a log, file descriptors included."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)

@@ -44,13 +44,19 @@ class ConvertError(ValueError):
 class Whole:
     """One HF tensor, the same on every tensor-parallel rank."""
 
-    axis: int | None = None
+    axis: int | None = None  # of the logical tensor: where tensor parallelism cuts
+    hf_axis: int | None = None  # of each HF tensor: where the parts of the cuts lie side by side
 
     def join(self, tensors: list[Tensor], arch: Architecture) -> Tensor:
         return tensors[0]
 
-    def part(self, logical: Tensor, arch: Architecture) -> list[Tensor]:
+    def part(self, logical: Tensor, arch: Architecture, first: int = 0) -> list[Tensor]:
+        """The HF tensors, or what a cut that begins at `first` of `axis` holds of them."""
         return [logical]
+
+    def hf_start(self, first: int, shape: tuple[int, ...], arch: Architecture) -> int:
+        """Where a cut that begins at `first` of `axis` begins on `hf_axis` of an HF tensor of this shape."""
+        return first
 
     def flatten(self, cut: Tensor) -> Tensor:
         """A cut of the logical tensor as a rank's parameter."""
@@ -62,11 +68,11 @@ class Whole:
 
 
 class Columns(Whole):
-    axis = 0
+    axis = hf_axis = 0
 
 
 class Rows(Whole):
-    axis = 1
+    axis = hf_axis = 1
 
 
 class Vocab(Columns):
@@ -76,19 +82,19 @@ class Vocab(Columns):
         missing = arch.padded_vocab - arch.vocab
         return torch.nn.functional.pad(tensors[0], (0, 0, 0, missing)) if missing else tensors[0]
 
-    def part(self, logical, arch):
-        return [logical[: arch.vocab]]
+    def part(self, logical, arch, first=0):
+        return [logical[: max(0, arch.vocab - first)]]
 
 
 class GateUp(Whole):
     """The two input matrices of a gated feed-forward layer (or their biases), side by side on every rank."""
 
-    axis = 1
+    axis, hf_axis = 1, 0
 
     def join(self, tensors, arch):
         return torch.stack(tensors)
 
-    def part(self, logical, arch):
+    def part(self, logical, arch, first=0):
         return list(logical)
 
     def flatten(self, cut):
@@ -101,14 +107,17 @@ class GateUp(Whole):
 class QKV(Whole):
     """Query groups interleaved: each group's query heads, then its key head, then its value head."""
 
-    axis = 0
+    axis = hf_axis = 0
 
     def join(self, tensors, arch):
         return torch.cat([t.unflatten(0, (arch.kv_heads, -1, arch.head_dim)) for t in tensors], dim=1)
 
-    def part(self, logical, arch):
+    def part(self, logical, arch, first=0):
         q_heads = arch.heads // arch.kv_heads
         return [t.flatten(0, 2) for t in logical.split([q_heads, 1, 1], dim=1)]
+
+    def hf_start(self, first, shape, arch):
+        return first * shape[0] // arch.kv_heads
 
     def flatten(self, cut):
         return cut.flatten(0, 2)
@@ -260,3 +269,28 @@ def from_megatron(row: Row, cuts: list[Tensor], arch: Architecture) -> Iterator[
     for (name, shape), tensor in zip(row.hf, row.form.part(logical, arch), strict=True):
         assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)} instead of {shape}"
         yield name, tensor.contiguous()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one cut of a parameter holds of an HF tensor, and where in it that lies."""
+
+    name: str
+    tensor: Tensor
+    offset: tuple[int, int]  # row, column
+
+    def into(self, whole: Tensor) -> None:
+        part = whole
+        for axis in range(whole.ndim):
+            part = part.narrow(axis, self.offset[axis], self.tensor.shape[axis])
+        part.copy_(self.tensor)
+
+
+def pieces_of(row: Row, local: Tensor, arch: Architecture, cut: int = 0) -> Iterator[Piece]:
+    """Cut number `cut` of the parameter as pieces of HF tensors."""
+    logical = row.form.unflatten(local, arch)
+    first = 0 if row.form.axis is None else cut * logical.shape[row.form.axis]
+    for (name, shape), tensor in zip(row.hf, row.form.part(logical, arch, first), strict=True):
+        start = row.form.hf_start(first, shape, arch)
+        if tensor.numel():
+            yield Piece(name, tensor, (0, start) if row.form.hf_axis == 1 else (start, 0))

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megastep.architecture import Architecture, read_architecture
-from megastep.config import ParallelConfig
+from megastep.config import PolicyConfig
 from megastep.policy import checkpoint, manifest, parallel
 from megastep.policy.model import build_model
 from megastep.sync.convert import Row, from_megatron, refuse_other_shape, rows_of, to_megatron
@@ -66,7 +66,7 @@ def export_hf(
 def _sharded_parameters(arch: Architecture) -> dict[Row, ShardedTensor | ShardedTensorFactory]:
     """Every parameter's row and place in a checkpoint; the data is on the meta device."""
     with torch.device("meta"):
-        (model,) = build_model(arch, ParallelConfig())
+        (model,) = build_model(arch, PolicyConfig())
     rows = rows_of(arch)
     state = checkpoint.model_state(model)
     return {rows[global_name(name, model, arch)]: sharded for name, sharded in state.items()}

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from megastep.architecture import read_architecture
 from megastep.config import Config
+from megastep.rundir import refuse_unfit_weights
 from megastep.sync.convert import TABLES, ConvertError, from_megatron, rows_of, to_megatron
 from megastep.sync.hf_files import HFReader, refuse_non_empty, written_beside
-from megastep.train import refuse_unfit_weights
 from tests import cases
 from tests.models import MODELS
 

@@ -81,7 +81,7 @@ def test_memory_is_bounded_by_a_shard(tmp_path):
     rows = rows_of(read_architecture(source))
     total = write_shards(source, ((n, torch.randn(s)) for row in rows.values() for n, s in row.hf), shard)
     assert total > 850e6
-    allowed = 2 * shard + 800e6  # the constant: 500 MB of imports and one 256 MB file of the checkpoint
+    allowed = 2 * shard + 850e6  # the constant: 530 MB of imports and one 256 MB file of the checkpoint
     peaks = (
         peak_bytes("import", source, tmp_path / "ckpt"),
         peak_bytes("export", tmp_path / "ckpt", tmp_path / "hf", "--shard-size", "60MB"),

@@ -1,0 +1,309 @@
+"""Ray: one placement group for the policy's ranks and the engines, and everything that runs in it.
+
+    with Cluster(config) as cluster:
+        cluster.sync()                                  # the policy's weights into every engine
+        await cluster.engines.generate(...)             # see rollout/generation.py
+        updates = cluster.policy.scatter("update", micro_batches)
+
+    apart       bundles of 1 GPU for each rank, then bundles of `engine.tensor` GPUs for each engine
+    colocated   bundles of 1 GPU for each rank; engine e lives on those of ranks e·tensor ... e·tensor + tensor - 1
+
+Without GPUs in the cluster the bundles hold CPUs, as Ray counts them. Ranks are numbered node by node and GPU by GPU,
+so that tensor parallelism stays inside a node.
+
+The block ends with everything gone: actors, placement group, and the Ray that was started for it. What is not ours
+is never touched; a cluster that was there before stays.
+"""
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megastep.config import Config
+from megastep.lifetime import send_output_to
+from megastep.rollout.engine import Engine, Setup
+from megastep.rollout.fleet import Fleet
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot host the job; the message says what was asked and what is there, in one line."""
+
+
+class Cluster:
+    """`with_policy=False`: engines alone, with the weights of `model.path`, for evaluation and rollouts;
+    `with_engines=False`: the policy alone, to train on what was played before."""
+
+    def __init__(
+        self, config: Config, *, with_policy: bool = True, with_engines: bool = True, log: Path | None = None
+    ):
+        self.config, self.log = config, str(log.resolve()) if log else None
+        self.with_policy, self.with_engines = with_policy, with_engines
+        self.policy: Policy | None = None
+        self.engines: Fleet | None = None
+        self._exits = ExitStack()  # what undoes each thing that was begun, the last first
+        self._pushing = threading.Lock()  # the policy sends to one set of engines at a time
+
+    def __enter__(self) -> "Cluster":
+        try:
+            self._connect()
+            self._reserve()
+            self._spawn()
+        except BaseException:
+            self._exits.close()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._exits.close()
+
+    # ------------------------------------------------------------ weights
+
+    def sync(self) -> int:
+        """Push the policy's weights to every engine; returns their version. Calls in flight are frozen meanwhile."""
+        with self._pushing:
+            self.engines.pause()
+            self.engines.wake("weights")
+            version = self.policy.push(self.engines.serving())
+            self.engines.wake("kv_cache")
+            self.engines.resume()
+        return version
+
+    def _refresh(self, handle: Any) -> None:
+        """The same for one engine that does not serve yet."""
+        with self._pushing:
+            self.policy.push([handle])
+
+    # ------------------------------------------------------------ Ray
+
+    def _connect(self) -> None:
+        settings = self.config.cluster
+        address = settings.address or os.environ.get("RAY_ADDRESS")
+        quiet = dict(log_to_driver=False, logging_level="ERROR")
+        if address:
+            refuse_dead_address(address)
+            self._exits.callback(ray.shutdown)
+            ray.init(address=address, **quiet)
+            return
+        # Ray's sockets live in this folder, and their paths must be short.
+        folder = tempfile.mkdtemp(prefix="megastep-", dir="/tmp")
+        self._exits.callback(shutil.rmtree, folder, ignore_errors=True)
+        self._exits.callback(ray.shutdown)
+        ray.init(
+            address="local",
+            num_cpus=len(os.sched_getaffinity(0)),
+            object_store_memory=settings.object_store_mb << 20,
+            include_dashboard=False,
+            _temp_dir=folder,
+            **quiet,
+        )
+
+    def _reserve(self) -> None:
+        bundles = self._bundles()
+        refuse_too_small(bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        self._group = placement_group(bundles, strategy="PACK")
+        self._exits.callback(remove_placement_group, self._group)
+        timeout = self.config.cluster.timeout_s
+        if not self._group.wait(timeout):
+            raise ClusterError(
+                f"the cluster is busy: {_add_up(bundles)} asked for, of {_add_up([ray.cluster_resources()])} only "
+                f"{_add_up([ray.available_resources()])} free after cluster.timeout_s = {timeout}"
+            )
+
+    @property
+    def has_gpu(self) -> bool:
+        return ray.cluster_resources().get("GPU", 0) > 0
+
+    def _bundles(self) -> list[dict[str, float]]:
+        """Those of the ranks first."""
+        engine, cpus = self.config.engine, self.config.cluster.cpus_per_process
+        ranks = self.config.policy.ranks if self.with_policy else 0
+        own_places = not (self.with_policy and self.config.cluster.colocate)
+
+        def bundle(gpus: int, processes: int) -> dict[str, float]:
+            return {"CPU": cpus * processes} | ({"GPU": gpus} if self.has_gpu else {})
+
+        of_ranks = [bundle(1, 1 if own_places else 2)] * ranks
+        return of_ranks + ([bundle(engine.tensor, 1)] * engine.count if own_places and self.with_engines else [])
+
+    # ------------------------------------------------------------ processes
+
+    def _spawn(self) -> None:
+        config = self.config
+        if self.with_policy:
+            actors = [self._actor(PolicyRank, rank, 1, config, os.getcwd(), self.log)
+                      for rank in range(config.policy.ranks)]
+            self._exits.callback(_kill, actors)
+            self.policy = Policy(actors)
+        if self.with_engines:
+            refresh = self._refresh if self.with_policy else None
+            self.engines = Fleet(self._spawn_engine, config.engine, refresh, self.log)
+            self._exits.callback(self.engines.close)
+        if self.with_policy:
+            self.policy.start(config.sync.backend_for(self.has_gpu, config.cluster.colocate))
+        if self.with_engines:
+            self._open_engines()
+
+    def _open_engines(self) -> None:
+        self.engines.start()
+        if self.with_policy:
+            self._first_push()
+        self.engines.open()
+
+    def _first_push(self) -> None:
+        with self._pushing:
+            self.policy.push([seat.handle for seat in self.engines.seats])
+
+    def _spawn_engine(self, index: int):
+        config = self.config
+        shares = self.with_policy and config.cluster.colocate
+        bundle, gpu_ids = (self.policy.share(index, config.engine.tensor) if shares else
+                           (index + (config.policy.ranks if self.with_policy else 0), None))
+        setup = Setup(
+            index=index,
+            backend=config.sync.backend_for(self.has_gpu, config.cluster.colocate),
+            has_gpu=self.has_gpu,
+            gpu_ids=gpu_ids,
+            own_weights=not self.with_policy,
+            folder=os.getcwd(),
+            log=self.log,
+        )
+        return self._actor(Engine, bundle, 0 if shares else config.engine.tensor, config, setup)
+
+    def _actor(self, kind: type, bundle: int, gpus: int, *arguments):
+        options = dict(
+            num_cpus=self.config.cluster.cpus_per_process,
+            num_gpus=gpus if self.has_gpu else 0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
+        )
+        if kind is Engine:
+            options["max_concurrency"] = 100_000  # vLLM decides how many calls run, the others wait in its queue
+        return ray.remote(kind).options(**options).remote(*arguments)
+
+
+# ---------------------------------------------------------------- room
+
+
+def refuse_dead_address(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # `auto` and the like: Ray knows where to look
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise ClusterError(f"cluster.address = {address}: no Ray there ({error.strerror or error})") from None
+
+
+def refuse_too_small(bundles: list[dict[str, float]], nodes: list[dict[str, float]]) -> None:
+    """Fill the nodes with the bundles, the largest first; what does not fit in an empty cluster never will."""
+    free = [dict(node) for node in nodes]
+    for bundle in sorted(bundles, key=lambda b: (b.get("GPU", 0), b["CPU"]), reverse=True):
+        node = next((n for n in free if all(n.get(kind, 0) >= amount for kind, amount in bundle.items())), None)
+        if node is None:
+            raise ClusterError(
+                f"the cluster is too small: {len(bundles)} places with {_add_up(bundles)} in all are needed, "
+                f"{len(nodes)} node(s) offer {'; '.join(_add_up([n]) for n in nodes)}; {_hint(bundles)}"
+            )
+        for kind, amount in bundle.items():
+            node[kind] -= amount
+
+
+def _hint(bundles: list[dict[str, float]]) -> str:
+    gpus = any("GPU" in bundle for bundle in bundles)
+    return "lower policy.ranks, engine.count or " + ("set cluster.colocate" if gpus else "cluster.cpus_per_process")
+
+
+def _add_up(resources: list[dict[str, float]]) -> str:
+    kinds = [kind for kind in ("GPU", "CPU") if any(kind in r for r in resources)]
+    return " and ".join(f"{sum(r.get(kind, 0) for r in resources):g} {kind}" for kind in kinds) or "nothing"
+
+
+# ---------------------------------------------------------------- the policy
+
+
+class PolicyRank:
+    """One rank of the policy: a thin actor around `PolicyWorker`."""
+
+    def __init__(self, config: Config, folder: str, log: str | None):
+        self.config = config
+        os.chdir(folder)
+        if log:
+            send_output_to(Path(log))
+        if not ray.get_gpu_ids():
+            os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks and engines share the cores
+
+    def where(self) -> tuple[str, list[str]]:
+        context = ray.get_runtime_context()
+        return context.get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def free_address(self) -> str:
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
+
+    def start(self, rank: int, address: str, backend: str) -> int:
+        """Join the other ranks and build the model; returns the data-parallel rank."""
+        from megastep.policy import parallel
+        from megastep.policy.worker import PolicyWorker
+        from megastep.sync.transfer import Sender
+
+        config = self.config
+        parallel.start(config.policy.parallel, rank, config.policy.ranks, address)
+        self.worker = PolicyWorker(config)
+        self.sender = Sender(self.worker.chunks, self.worker.arch, config, backend)
+        return parallel.place().data
+
+    def call(self, method: str, *arguments, **named) -> Any:
+        return getattr(self.worker, method)(*arguments, **named)
+
+    def push(self, engines: list) -> int:
+        self.sender.push(engines, self.worker.step)
+        return self.worker.step
+
+
+class Policy:
+    """All ranks. Its methods call every rank and wait for all; the first error ends the wait."""
+
+    def __init__(self, actors: list):
+        """Actor i is in bundle i; ranks are given out by node and GPU."""
+        self._where = ray.get([actor.where.remote() for actor in actors])
+        self._order = sorted(range(len(actors)), key=lambda bundle: (self._where[bundle], bundle))
+        self.ranks = [actors[bundle] for bundle in self._order]
+
+    def start(self, backend: str) -> None:
+        address = ray.get(self.ranks[0].free_address.remote())
+        self.data_ranks = ray.get([actor.start.remote(rank, address, backend) for rank, actor in enumerate(self.ranks)])
+
+    def call(self, method: str, *arguments, **named) -> list:
+        """`PolicyWorker.method` on every rank with the same arguments; the results in rank order."""
+        return ray.get([actor.call.remote(method, *arguments, **named) for actor in self.ranks])
+
+    def scatter(self, method: str, by_data_rank: list) -> list:
+        """`PolicyWorker.method` on every rank with the part of its data-parallel rank, which travels once per node."""
+        parts = [ray.put(part) for part in by_data_rank]
+        return ray.get([actor.call.remote(method, parts[data]) for actor, data in zip(self.ranks, self.data_ranks)])
+
+    def push(self, engines: list) -> int:
+        """Weights to these engines' actors; returns the version: the optimizer steps behind them."""
+        return ray.get([actor.push.remote(engines) for actor in self.ranks])[0]
+
+    def share(self, engine: int, tensor: int) -> tuple[int, tuple[str, ...]]:
+        """Where an engine lives on the places of ranks: a bundle, and the GPUs of as many ranks as it needs."""
+        bundles = self._order[engine * tensor : (engine + 1) * tensor]
+        if len({self._where[bundle][0] for bundle in bundles}) > 1:
+            raise ClusterError(f"engine.tensor = {tensor}: the GPUs of engine {engine} lie on several nodes")
+        return bundles[0], tuple(gpu for bundle in bundles for gpu in self._where[bundle][1])
+
+
+def _kill(actors: list) -> None:
+    for actor in actors:
+        ray.kill(actor)

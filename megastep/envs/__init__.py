@@ -1,0 +1,1 @@
+"""The built-in environments; each is found by the name in `megastep.rollout.env.BUILT_IN`."""

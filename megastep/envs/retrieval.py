@@ -1,0 +1,124 @@
+"""A retrieval server over a local corpus, by BM25.
+
+    python -m megastep.envs.retrieval CORPUS.jsonl [--host 127.0.0.1] [--port 8000]
+
+CORPUS.jsonl has a passage per line: {"contents": "text", ...}; other keys come back with it. Requests and answers:
+
+    POST /retrieve   {"query": "text", "topk": 3}              or {"queries": ["text", ...], ...} for several
+    200              {"result": [[{"document": {"contents": "text", ...}, "score": 1.5}, ...], ...]}, a list per query
+    GET /health      200 {"passages": 120}
+
+`--port 0` takes a free port; the address is printed once the server listens.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import bm25s
+from aiohttp import web
+
+DEFAULT_PASSAGES = 3
+
+
+class CorpusError(ValueError):
+    """A corpus that cannot be used; one line."""
+
+
+class Corpus:
+    def __init__(self, passages: list[dict]):
+        self.passages = passages
+        self.index = bm25s.BM25()
+        self.index.index(_words([p["contents"] for p in passages]), show_progress=False)
+
+    def search(self, queries: list[str], count: int) -> list[list[dict]]:
+        count = min(count, len(self.passages))
+        found, scores = self.index.retrieve(_words(queries), k=count, show_progress=False)
+        return [
+            [{"document": self.passages[i], "score": float(s)} for i, s in zip(row, row_scores) if s > 0]
+            for row, row_scores in zip(found.tolist(), scores.tolist())
+        ]
+
+
+def _words(texts: list[str]):
+    return bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
+
+
+def read_corpus(path: Path) -> Corpus:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorpusError(f"{path}: cannot be read ({error})") from None
+    passages = []
+    for number, line in enumerate(lines, 1):
+        try:
+            passage = json.loads(line)
+        except ValueError as error:
+            raise CorpusError(f"{path}:{number}: not readable as JSON ({error})") from None
+        if not isinstance(passage, dict) or not isinstance(passage.get("contents"), str):
+            raise CorpusError(f'{path}:{number}: has no "contents"; {{"contents": "text"}} is needed')
+        passages.append(passage)
+    if not passages:
+        raise CorpusError(f"{path}: has no passages")
+    return Corpus(passages)
+
+
+def application(corpus: Corpus) -> web.Application:
+    async def retrieve(request: web.Request) -> web.Response:
+        try:
+            asked = await request.json()
+            queries = asked["queries"] if "queries" in asked else [asked["query"]]
+            count = int(asked.get("topk") or DEFAULT_PASSAGES)
+            if count < 1 or not queries or not all(isinstance(q, str) for q in queries):
+                raise ValueError("queries must be texts, topk 1 or more")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = f'{{"query": "text", "topk": 3}} is needed ({type(error).__name__}: {error})'
+            return web.json_response({"error": problem}, status=400)
+        return web.json_response({"result": corpus.search(queries, count)})
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"passages": len(corpus.passages)})
+
+    app = web.Application()
+    app.add_routes([web.post("/retrieve", retrieve), web.get("/health", health)])
+    return app
+
+
+async def listening(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, str]:
+    """Start; returns the runner, to be cleaned up, and the address for `env.options.url`."""
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, host, port).start()
+    return runner, f"http://{host}:{runner.addresses[0][1]}/retrieve"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m megastep.envs.retrieval", description=__doc__.splitlines()[0])
+    parser.add_argument("corpus", type=Path, metavar="CORPUS.jsonl")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0: a free one")
+    args = parser.parse_args()
+
+    async def serve():
+        runner, url = await listening(application(corpus), args.host, args.port)
+        print(f"{len(corpus.passages)} passages at {url}", flush=True)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await runner.cleanup()
+
+    try:
+        corpus = read_corpus(args.corpus)
+        asyncio.run(serve())
+    except (CorpusError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,17 @@
+"""How text environments read a turn: `<tag>...</tag>` after the thinking."""
+
+import re
+
+
+def after_thinking(text: str) -> str:
+    return text.rpartition("</think>")[2]
+
+
+def tagged(text: str, tag: str) -> str | None:
+    """What is between the last `<tag>` and its end, or None."""
+    found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+def shortened(text: str, characters: int) -> str:
+    return text if len(text) <= characters else f"{text[:characters]}\n... ({len(text) - characters} more characters)"

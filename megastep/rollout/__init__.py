@@ -1,0 +1,1 @@
+"""Everything that makes trajectories: environments, agents, chat templates, engines."""

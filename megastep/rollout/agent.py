@@ -1,0 +1,207 @@
+"""One episode: an environment and `generate` make a Trajectory.
+
+    messages ← env.start()
+    for each turn:
+        render; too long a prompt ends the episode here
+        generate → a Step: the prompt's ids, the sampled ids, nothing else
+        observation, reward ← env.step(text of the response)
+
+What can end it, as `Trajectory.stop_reason`:
+
+    done           the environment said so
+    max_turns      rollout.max_turns model calls were made
+    context        the next prompt would exceed rollout.max_prompt_tokens; the last step's finish is `context`
+    first_prompt   the very first one does; there is no step
+    env_error      the environment raised or returned garbage      ┐ the last step's finish is `error`,
+    env_timeout    it took longer than rollout.env_timeout_s       │ the reason is in env_metrics["error"];
+    engine_error   `generate` raised                               ┘ without a step if it was the first thing to happen
+    abort          the engine gave the request up; what it had sampled is kept
+
+Invariants, held by the tests:
+    a prompt has at most max_prompt_tokens, a response at most max_response_tokens with the appended token;
+    a response ends with an end-of-turn token, unless it was aborted: one that was cut off gets it appended, untrained;
+    an observation is in the next step's prompt and in no response;
+    experts are asked for from the first token on that no earlier step of the trajectory has recorded.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megastep.rollout.env import Env, Message, Outcome, checked_messages, checked_outcome
+from megastep.rollout.generation import Generate, Generation, Sampling
+from megastep.rollout.renderer import Renderer, RenderError
+from megastep.types import Step, Trajectory
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_turns: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    env_timeout_s: float
+
+
+class _Stop(Exception):
+    """Ends the episode; `error` is what went wrong, where something did."""
+
+    def __init__(self, reason: str, finish: str | None = None, error: str | None = None):
+        super().__init__(reason)
+        self.reason, self.finish, self.error = reason, finish, error
+
+
+@dataclass
+class Agent:
+    """Plays episodes; holds nothing of any of them."""
+
+    generate: Generate
+    renderer: Renderer
+    limits: Limits
+    sampling: Sampling  # max_tokens, seed and stop_token_ids are filled in here
+    seed: int | str = 0
+
+    async def play(self, make_env: Callable[[], Env], group_id: int, index: int, session: str) -> Trajectory:
+        """Never raises because of the environment or the engine; cancellation passes through, the episode closed."""
+        episode = _Episode(self, make_env, group_id, index, session)
+        try:
+            await episode.run()
+        except _Stop as stop:
+            return episode.trajectory(stop)
+        finally:
+            await episode.close()
+        raise AssertionError("an episode ends by _Stop")
+
+
+class _Episode:
+    def __init__(self, agent: Agent, make_env: Callable[[], Env], group_id: int, index: int, session: str):
+        self.agent, self.make_env = agent, make_env
+        self.group_id, self.index, self.session = group_id, index, session
+        self.env: Env | None = None
+        self.steps: list[Step] = []
+        self.metrics: dict = {}
+
+    async def run(self) -> None:
+        limits = self.agent.limits
+        messages = await self.call_env(self.start)
+        history = self.render(self.agent.renderer.history, messages)
+        state = None
+        while True:
+            if len(history.prompt_ids) > limits.max_prompt_tokens:
+                raise _Stop("context", "context") if self.steps else _Stop("first_prompt")
+            step = await self.call_model(history.prompt_ids)
+            step.state = state
+            self.steps.append(step)
+            if step.finish == "abort":
+                raise _Stop("abort")
+            outcome = await self.call_env(self.step, step.response_ids)
+            step.reward, state = outcome.reward, outcome.state
+            self.metrics |= outcome.metrics
+            if outcome.done:
+                raise _Stop("done")
+            if len(self.steps) == limits.max_turns:
+                raise _Stop("max_turns")
+            self.render(history.extend, step.response_ids, outcome.observation)
+
+    async def start(self) -> list[Message]:
+        self.env = self.make_env()
+        return checked_messages(await self.env.start())
+
+    async def step(self, response_ids: np.ndarray) -> Outcome:
+        return checked_outcome(await self.env.step(self.agent.renderer.text(response_ids), response_ids))
+
+    async def call_env(self, method: Callable, *arguments):
+        """Whatever an environment does, it does to its own trajectory only."""
+        try:
+            async with asyncio.timeout(self.agent.limits.env_timeout_s) as clock:
+                return await method(*arguments)
+        except Exception as error:
+            if clock.expired():
+                reason = f"no answer within {self.agent.limits.env_timeout_s:g} s"
+                raise _Stop("env_timeout", "error", reason) from None
+            raise _Stop("env_error", "error", _told(error)) from None
+
+    def render(self, method: Callable, *arguments):
+        """The template may refuse what the environment says."""
+        try:
+            return method(*arguments)
+        except RenderError as error:
+            raise _Stop("env_error", "error", _told(error)) from None
+
+    async def call_model(self, prompt_ids: np.ndarray) -> Step:
+        agent = self.agent
+        # One token is kept back: a response that is cut off gets its end-of-turn token appended.
+        sampling = replace(
+            agent.sampling,
+            max_tokens=agent.limits.max_response_tokens - 1,
+            stop_token_ids=agent.renderer.stop_ids,
+            seed=call_seed(agent.seed, self.group_id, self.index, len(self.steps)),
+        )
+        start = recorded_tokens(self.steps, prompt_ids)
+        try:
+            made = await agent.generate(prompt_ids, sampling, session=self.session, routing_start=start)
+        except Exception as error:
+            raise _Stop("engine_error", "error", _told(error)) from None
+        return make_step(len(self.steps), prompt_ids, made, agent.renderer)
+
+    def trajectory(self, stop: _Stop) -> Trajectory:
+        if stop.error is not None:
+            self.metrics["error"] = stop.error
+        if self.steps:
+            self.steps[-1].last = True
+            self.steps[-1].finish = stop.finish or self.steps[-1].finish
+        return Trajectory(self.group_id, self.index, self.steps, stop.reason, self.metrics)
+
+    async def close(self) -> None:
+        if self.env is None:
+            return
+        try:
+            await asyncio.wait_for(self.env.close(), CLOSE_TIMEOUT_S)
+        except Exception as error:  # the episode is over: what it gave stands
+            self.metrics.setdefault("error", f"close: {_told(error)}")
+
+
+def make_step(index: int, prompt_ids: np.ndarray, made: Generation, renderer: Renderer) -> Step:
+    """A generation as a step, closed by an untrained end-of-turn token if it was cut off."""
+    ids, logprobs, versions = made.ids, made.logprobs, made.versions
+    trained = np.ones(len(ids), bool)
+    if made.finish != "abort" and not (len(ids) and ids[-1] in renderer.stop_ids):
+        ids = np.append(ids, np.int32(renderer.end_id))
+        logprobs = np.append(logprobs, np.float32(0))
+        trained = np.append(trained, False)
+        versions = versions.copy() if len(versions) else np.array([[0, 0]], np.int32)
+        versions[-1, 1] += 1  # counted with the last sampled one
+    return Step(
+        index=index, last=False, prompt_ids=prompt_ids, response_ids=ids, loss_mask=trained, logprobs=logprobs,
+        versions=versions, finish=made.finish, routing=made.routing, routing_start=made.routing_start,
+    )
+
+
+def recorded_tokens(steps: list[Step], prompt_ids: np.ndarray) -> int:
+    """How many leading tokens of a prompt have their experts recorded by earlier steps of the trajectory.
+
+    A token's experts depend on all tokens before it, so they hold as far as the prompt repeats a step's sequence token
+    by token. What a step was not asked to record, those before it had: its own end is what counts.
+    """
+    longest = 0
+    for step in steps:
+        if step.routing is None:
+            continue
+        known = np.concatenate([step.prompt_ids, step.response_ids])[: min(step.routing_end, len(prompt_ids) - 1)]
+        differs = np.flatnonzero(known != prompt_ids[: len(known)])
+        longest = max(longest, int(differs[0]) if len(differs) else len(known))
+    return longest
+
+
+def call_seed(seed: int | str, group_id: int, index: int, turn: int) -> int:
+    """The same number for the same call of the same run, and no relation between different ones."""
+    digest = hashlib.blake2b(f"{seed}/{group_id}/{index}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2  # fits an int64 everywhere
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -1,0 +1,180 @@
+"""Prompts: the rows of a data set, in an order that can be resumed.
+
+`data.train` and `data.eval` name a source:
+
+    generated                 rows drawn by the environment itself, `data.generated_rows` of them
+    FILE.jsonl                one JSON object per line; blank lines are skipped
+    FILE.parquet
+    hf:PLACE or hf:PLACE:SPLIT    Hugging Face `datasets`: a folder written by `save_to_disk`, or a name on the hub
+
+A row is what an environment is made from: columns by name, JSON values. Which ones an environment needs it says in
+`Env.columns`; other columns are passed on. All rows are looked at before anything starts, and those that are not usable
+are reported by file and line. Rows are held in memory.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from megastep.config import DataConfig
+from megastep.rollout.env import Env
+
+GENERATED = "generated"
+SHOWN_PROBLEMS = 5
+DEFAULT_SPLIT = "train"
+
+
+class DataError(ValueError):
+    """What is wrong with a data set, one line each."""
+
+    def __init__(self, problems: list[str]):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: int  # names its group: the number of the draw it was
+    row: dict[str, Any]
+
+
+def load_data(config: DataConfig, env: type[Env], seed: int) -> tuple[list[dict], list[dict]]:
+    """Rows to train on and rows held out from it: those of `data.eval`, else the last `data.held_out` of a shuffle."""
+    rows = read_rows(config.train, env, config.generated_rows, seed)
+    if config.eval is not None:
+        return rows, read_rows(config.eval, env, config.generated_rows, seed + 1)
+    if config.held_out >= len(rows):
+        raise DataError([f"data.held_out = {config.held_out}: {config.train} has {len(rows)} rows; hold out fewer"])
+    order = np.random.default_rng([seed, 0x5B117]).permutation(len(rows)).tolist()
+    cut = len(rows) - config.held_out
+    return [rows[i] for i in sorted(order[:cut])], [rows[i] for i in sorted(order[cut:])]
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_rows(source: str, env: type[Env], generated_rows: int, seed: int) -> list[dict[str, Any]]:
+    if source == GENERATED:
+        return [env.generate(Random(f"{seed}/{i}")) for i in range(generated_rows)]
+    rows, problems = [], []
+    for where, row in _located(source):
+        problem = row if isinstance(row, str) else _row_problem(row, env)
+        if problem:
+            problems.append(f"{where}: {problem}")
+        else:
+            rows.append(row)
+    if problems:
+        more = len(problems) - SHOWN_PROBLEMS
+        raise DataError(problems[:SHOWN_PROBLEMS] + ([f"{source}: {more} more rows like these"] if more > 0 else []))
+    if not rows:
+        raise DataError([f"{source}: has no rows"])
+    return rows
+
+
+def _located(source: str) -> Iterator[tuple[str, dict | str]]:
+    """Each row with where it stands; a string is what is wrong with it."""
+    if source.startswith("hf:"):
+        yield from _hf_rows(source)
+    elif source.endswith(".jsonl"):
+        yield from _jsonl_rows(source)
+    elif source.endswith(".parquet"):
+        yield from _parquet_rows(source)
+    else:
+        raise DataError([f"{source}: not a data set; FILE.jsonl, FILE.parquet, hf:PLACE or {GENERATED} is needed"])
+
+
+def _jsonl_rows(source: str) -> Iterator[tuple[str, dict | str]]:
+    try:
+        lines = Path(source).read_bytes().splitlines()
+    except OSError as error:
+        raise DataError([f"{source}: cannot be read ({error.strerror})"]) from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            row = f"not readable as JSON ({error})"
+        yield f"{source}:{number}", row
+
+
+def _parquet_rows(source: str) -> Iterator[tuple[str, dict]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(source)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError([f"{source}: cannot be read as Parquet ({' '.join(str(error).split())[:160]})"]) from None
+    for number, row in enumerate(table.to_pylist(), 1):
+        yield f"{source}: row {number}", row
+
+
+def _hf_rows(source: str) -> Iterator[tuple[str, dict]]:
+    import datasets
+
+    place, _, split = source.removeprefix("hf:").partition(":")
+    try:
+        found = datasets.load_from_disk(place) if Path(place).is_dir() else datasets.load_dataset(place)
+    except Exception as error:  # the library raises many kinds, for hubs out of reach as for wrong names
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        raise DataError([f"{source}: cannot be loaded ({why})"]) from None
+    if isinstance(found, datasets.DatasetDict):
+        split = split or DEFAULT_SPLIT
+        if split not in found:
+            raise DataError([f"{source}: has no split {split}; write hf:{place}:SPLIT with one of {', '.join(found)}"])
+        found = found[split]
+    elif split:
+        raise DataError([f"{source}: has no splits; write hf:{place}"])
+    for number, row in enumerate(found, 1):
+        yield f"{source}: row {number}", row
+
+
+def _row_problem(row: Any, env: type[Env]) -> str | None:
+    if not isinstance(row, dict):
+        return f"holds a {type(row).__name__}; an object with columns is needed"
+    for name, kind in env.columns.items():
+        value = row.get(name)
+        if value is None:
+            needs = ", ".join(f"{n} ({k.__name__})" for n, k in env.columns.items())
+            return f"column {name} is missing; {env.__name__} needs {needs}"
+        fits = isinstance(value, (int, float) if kind is float else kind) and not (
+            isinstance(value, bool) and kind is not bool
+        )
+        if not fits:
+            return f"column {name} is {str(value)[:40]!r}; {kind.__name__} is needed"
+    return None
+
+
+# ---------------------------------------------------------------- drawing
+
+
+class PromptStream:
+    """Endless prompts, shuffled anew each epoch. `position` and `seek` make it resumable."""
+
+    def __init__(self, rows: list[dict[str, Any]], seed: int, shuffle: bool = True):
+        self.rows, self.seed, self.shuffle = rows, seed, shuffle
+        self.seek({"epoch": 0, "index": 0})
+
+    def take(self, count: int) -> list[Prompt]:
+        return [self._next() for _ in range(count)]
+
+    def position(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "index": self.index}
+
+    def seek(self, position: dict[str, int]) -> None:
+        self.epoch, self.index = position["epoch"], position["index"]
+        shuffled = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.rows))
+        self.order = shuffled if self.shuffle else np.arange(len(self.rows))
+
+    def _next(self) -> Prompt:
+        if self.index == len(self.rows):
+            self.seek({"epoch": self.epoch + 1, "index": 0})
+        prompt = Prompt(self.epoch * len(self.rows) + self.index, self.rows[self.order[self.index]])
+        self.index += 1
+        return prompt

@@ -1,0 +1,240 @@
+"""All engines behind one `generate`: calls of a session stay together, others are balanced, dead engines come back.
+
+    call ── session known and its engine serves? ── that engine (it has the prefix in its cache)
+        └── else ── the serving engine with the fewest calls in flight
+
+    engine: starting ── (weights) ──► serving ──► lost ── restarts left? ──► starting
+                                                       └─ else gone
+
+Invariants, held by the tests:
+
+    every call is answered once: it is asked again only after the engine that had it has been killed;
+    no engine serves before it has the weights of the policy;
+    when every engine is gone, the calls that wait end with an error instead of waiting for ever.
+
+The fleet lives in a thread with an event loop of its own, so `generate` can be awaited from any loop, and engines are
+looked after between the caller's loops too.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from megastep.config import EngineConfig
+from megastep.rollout.generation import Generation, Sampling
+
+_SESSIONS_KEPT = 1 << 16  # the oldest are forgotten; their next call just misses a cache
+
+
+class EngineError(RuntimeError):
+    """A call cannot be answered; the message says why, in one line."""
+
+
+@dataclass(eq=False)
+class Seat:
+    """One engine's place in the fleet; the actor in it may be replaced."""
+
+    index: int
+    handle: Any  # Ray actor
+    serving: bool = False
+    in_flight: int = 0
+    restarts: int = 0
+    pid: int | None = None
+    lost_why: str = ""
+    task: asyncio.Task | None = None  # that watches it, or brings it back
+
+
+class Fleet:
+    """`spawn(index)` starts an actor; `refresh(handle)` gives it the policy's weights; None: it has its own."""
+
+    def __init__(self, spawn: Callable[[int], Any], settings: EngineConfig,
+                 refresh: Callable[[Any], None] | None = None, log: str | None = None):
+        self._spawn, self._settings, self._refresh = spawn, settings, refresh
+        self._log = log  # where the engines say more
+        self._sessions: OrderedDict[str, Seat] = OrderedDict()
+        self._names = itertools.count()
+        self._closing = False
+        self.seats = [Seat(index, spawn(index)) for index in range(settings.count)]
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Condition()  # an engine began to serve, or is gone
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
+        self._thread.start()
+
+    def start(self) -> None:
+        """Wait until every engine is built. They serve from the first `open` on."""
+        self._run(self._start())
+
+    def open(self) -> None:
+        """Engines have their weights: let them serve, and look after them from now on."""
+        self._run(self._open())
+
+    async def generate(
+        self, prompt_ids: np.ndarray, sampling: Sampling, *, session: str, routing_start: int = 0
+    ) -> Generation:
+        """See `generation.Generate`."""
+        call = self._generate(np.asarray(prompt_ids, np.int32), sampling, session, routing_start)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
+
+    def serving(self) -> list[Any]:
+        """The actors that answer calls now."""
+        return [seat.handle for seat in self.seats if seat.serving]
+
+    def pause(self) -> None:
+        """Freeze every call in flight; calls that come meanwhile wait."""
+        self._run(self._each("pause"))
+
+    def resume(self) -> None:
+        self._run(self._each("resume"))
+
+    def sleep(self) -> None:
+        """Give up the GPUs' memory to the policy; nothing where engines have GPUs of their own, or there are none."""
+        self._run(self._each("sleep"))
+
+    def wake(self, what: str) -> None:
+        self._run(self._each("wake", what))
+
+    def close(self) -> None:
+        """Calls in flight end with an error."""
+        self._closing = True
+        for seat in self.seats:
+            ray.kill(seat.handle)
+        self._run(self._drop_tasks())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+
+    async def _drop_tasks(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _run(self, coroutine) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    # ------------------------------------------------------------ calls
+
+    async def _generate(self, prompt_ids: np.ndarray, sampling: Sampling, session: str, start: int) -> Generation:
+        while True:
+            seat = await self._choose(session)
+            handle = seat.handle
+            # A name of its own for each attempt: an engine that is asked twice would confuse the two.
+            reference = handle.generate.remote(prompt_ids, sampling, f"call-{next(self._names)}", start)
+            seat.in_flight += 1
+            try:
+                return await asyncio.wait_for(_result(reference), self._settings.request_timeout_s)
+            except RayActorError:
+                await self._lose(seat, handle, "its process ended")
+            except RayTaskError as error:
+                raise EngineError(f"an engine refused a call: {error.cause}") from None
+            except TimeoutError:
+                timeout = self._settings.request_timeout_s
+                await self._lose(seat, handle, f"no answer in engine.request_timeout_s = {timeout}")
+            except asyncio.CancelledError:
+                ray.cancel(reference)
+                raise
+            finally:
+                seat.in_flight -= 1
+
+    async def _choose(self, session: str) -> Seat:
+        async with self._changed:
+            await self._changed.wait_for(lambda: any(s.serving for s in self.seats) or self._all_gone())
+        if self._all_gone():
+            reasons = "; ".join(f"{seat.index}: {seat.lost_why}" for seat in self.seats)
+            raise EngineError(f"every engine is gone: {reasons}" + (f"; see {self._log}" if self._log else ""))
+        seat = self._sessions.get(session)
+        if seat is None or not seat.serving:
+            seat = min((s for s in self.seats if s.serving), key=lambda s: (s.in_flight, s.index))
+        self._sessions[session] = seat
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > _SESSIONS_KEPT:
+            self._sessions.popitem(last=False)
+        return seat
+
+    def _all_gone(self) -> bool:
+        return all(not s.serving and s.restarts > self._settings.restarts for s in self.seats)
+
+    # ------------------------------------------------------------ engines
+
+    async def _start(self) -> None:
+        await asyncio.gather(*(self._build(seat) for seat in self.seats))
+
+    async def _build(self, seat: Seat) -> None:
+        timeout = self._settings.start_timeout_s
+        try:
+            seat.pid = await asyncio.wait_for(_result(seat.handle.start.remote()), timeout)
+        except TimeoutError:
+            raise EngineError(f"engine {seat.index} did not start in engine.start_timeout_s = {timeout}") from None
+
+    async def _open(self) -> None:
+        for seat in self.seats:
+            self._serve(seat)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _serve(self, seat: Seat) -> None:
+        seat.serving = True
+        seat.task = asyncio.ensure_future(self._watch(seat, seat.handle))
+
+    async def _watch(self, seat: Seat, handle: Any) -> None:
+        """Ask after the engine's health until it is lost."""
+        while seat.serving and seat.handle is handle:
+            await asyncio.sleep(self._settings.health_every_s)
+            try:
+                await asyncio.wait_for(_result(handle.check.remote()), self._settings.health_timeout_s)
+            except RayActorError:
+                await self._lose(seat, handle, "its process ended")
+            except TimeoutError:
+                await self._lose(seat, handle, "it did not answer a health check")
+
+    async def _lose(self, seat: Seat, handle: Any, why: str) -> None:
+        """Kill the actor, so that it cannot answer any more, and begin again with a new one."""
+        if seat.handle is not handle or not seat.serving or self._closing:
+            return  # another call has noticed before
+        seat.serving, seat.lost_why = False, why
+        ray.kill(handle)
+        seat.task = asyncio.ensure_future(self._come_back(seat))
+
+    async def _come_back(self, seat: Seat) -> None:
+        while seat.restarts < self._settings.restarts and not self._closing:
+            seat.restarts += 1
+            try:
+                seat.handle = self._spawn(seat.index)
+                await self._build(seat)
+                if self._refresh is not None:
+                    await asyncio.get_running_loop().run_in_executor(None, self._refresh, seat.handle)
+            except Exception as error:  # whatever keeps an engine from starting: try again, as often as allowed
+                seat.lost_why = f"did not restart: {error}"
+                ray.kill(seat.handle)
+            else:
+                self._serve(seat)
+                break
+        else:
+            seat.restarts = self._settings.restarts + 1
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _each(self, method: str, *arguments) -> None:
+        """Call the engines that serve; one that dies meanwhile is lost, not an error."""
+
+        async def one(seat: Seat) -> None:
+            handle, timeout = seat.handle, self._settings.request_timeout_s
+            try:
+                await asyncio.wait_for(_result(getattr(handle, method).remote(*arguments)), timeout)
+            except RayActorError:
+                await self._lose(seat, handle, "its process ended")
+            except TimeoutError:
+                await self._lose(seat, handle, f"no answer to {method} in engine.request_timeout_s = {timeout}")
+
+        await asyncio.gather(*(one(seat) for seat in self.seats if seat.serving))
+
+
+async def _result(reference) -> Any:
+    return await reference

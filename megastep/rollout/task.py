@@ -1,0 +1,71 @@
+"""What is played: the environment, its rows and the renderer of a configuration, all checked before anything starts.
+
+    task = Task.load(config)
+    groups = await task.pool(generate).run(task.stream().take(config.rollout.prompts))
+    held_out = await task.eval_pool(generate).run(task.eval_prompts())
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megastep.architecture import read_architecture
+from megastep.config import Config, EvalConfig, RolloutConfig
+from megastep.rollout.agent import Agent, Limits
+from megastep.rollout.data import DataError, Prompt, PromptStream, load_data
+from megastep.rollout.env import Env, check_options, find_env
+from megastep.rollout.generation import Generate, Sampling
+from megastep.rollout.pool import Pool
+from megastep.rollout.renderer import Renderer
+from megastep.types import Group
+
+
+@dataclass
+class Task:
+    config: Config
+    env: type[Env]
+    renderer: Renderer
+    train_rows: list[dict[str, Any]]
+    eval_rows: list[dict[str, Any]]
+
+    @classmethod
+    def load(cls, config: Config) -> "Task":
+        """Raises EnvError, DataError or RenderError, of a line each, for what cannot be played."""
+        env = find_env(config.env.name)
+        check_options(env, config.env.options)
+        rows = load_data(config.data, env, config.train.seed)
+        renderer = Renderer.for_model(config.model.path, config.rollout.mode, config.rollout.template)
+        return cls(config, env, renderer, *rows)
+
+    def stream(self) -> PromptStream:
+        return PromptStream(self.train_rows, self.config.train.seed, self.config.data.shuffle)
+
+    def eval_prompts(self) -> list[Prompt]:
+        if not self.eval_rows:
+            raise DataError(["data.held_out = 0: there is nothing to evaluate on; hold out rows or give data.eval"])
+        return [Prompt(i, row) for i, row in enumerate(self.eval_rows[: self.config.eval.prompts])]
+
+    def demonstrations(self) -> list[Group]:
+        count = self.config.warm_start.trajectories
+        return self.env.demonstrations(count, self.config.train.seed, self.renderer) if count else []
+
+    def pool(self, generate: Generate) -> Pool:
+        return self._pool(generate, self.config.rollout, "train")
+
+    def eval_pool(self, generate: Generate) -> Pool:
+        return self._pool(generate, self.config.eval, "eval")
+
+    def _pool(self, generate: Generate, sampled: RolloutConfig | EvalConfig, label: str) -> Pool:
+        config, rollout = self.config, self.config.rollout
+        limits = Limits(
+            max_turns=rollout.max_turns,
+            max_prompt_tokens=config.prompt_tokens(read_architecture(config.model.path)),
+            max_response_tokens=rollout.max_response_tokens,
+            env_timeout_s=rollout.env_timeout_s,
+        )
+        sampling = Sampling(
+            max_tokens=rollout.max_response_tokens, temperature=sampled.temperature, top_p=sampled.top_p,
+            top_k=sampled.top_k,
+        )
+        # Prompts of both are numbered from 0: the label keeps their seeds apart.
+        agent = Agent(generate, self.renderer, limits, sampling, seed=f"{label}/{config.train.seed}")
+        return Pool(agent, self.env, sampled.samples, rollout.concurrency, config.env.options, label)

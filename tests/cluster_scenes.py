@@ -1,0 +1,47 @@
+"""python -m tests.cluster_scenes SCENE MODEL_FOLDER: a cluster that comes to an end in one way or another."""
+
+import json
+import sys
+import time
+
+from megastep.cluster import Cluster, ClusterError
+from megastep.config import Config
+from tests.engines import Rollouts, export, shake
+from tests.models import some_tokens
+
+
+def small(folder: str) -> Config:
+    config = Config()
+    config.model.path = folder
+    config.engine.max_model_len = 64
+    config.engine.max_sequences = 4
+    config.cluster.colocate = True
+    return config
+
+
+def push_and_generate(cluster: Cluster, folder: str) -> list[list[int]]:
+    """Greedy tokens after a push of other weights, which are exported too."""
+    rollouts = Rollouts(cluster)
+    rollouts.on_ranks(shake, 3)
+    cluster.sync()
+    rollouts.on_ranks(export, f"{folder}-pushed")
+    return [g.ids.tolist() for g in rollouts.ask(some_tokens())]
+
+
+def main(scene: str, folder: str) -> None:
+    config = small(folder)
+    if scene == "too_small":
+        config.cluster.cpus_per_process = 1000
+    try:
+        with Cluster(config, with_policy=scene == "interrupted") as cluster:
+            if scene == "interrupted":
+                print(json.dumps(push_and_generate(cluster, folder)), flush=True)
+            print("up", flush=True)
+            time.sleep(600)
+    except ClusterError as error:
+        print(error, flush=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

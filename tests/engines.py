@@ -1,0 +1,107 @@
+"""Real engines for tests: one cluster per session, two policy ranks whose layout a test chooses, two engines."""
+
+import asyncio
+import socket
+
+import numpy as np
+import ray
+
+from megastep.cluster import Cluster
+from megastep.config import Config, ParallelConfig
+from megastep.rollout.generation import Generation, Sampling
+
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
+
+
+class Rollouts:
+    """The cluster, and what tests ask of it."""
+
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster
+        self.fleet = cluster.engines
+
+    def ask(self, prompts, sampling: Sampling = GREEDY, sessions=None, routing_start: int = 0) -> list[Generation]:
+        """One call per prompt, all at once."""
+        sessions = sessions or [f"{id(prompts)}-{i}" for i in range(len(prompts))]
+
+        async def all_of_them():
+            return await asyncio.gather(*(
+                self.fleet.generate(np.asarray(p, np.int32), sampling, session=s, routing_start=routing_start)
+                for p, s in zip(prompts, sessions, strict=True)
+            ))
+
+        return asyncio.run(all_of_them())
+
+    def lay(self, folder, layout: dict) -> None:
+        """The policy anew, with the weights of `folder`, under this layout."""
+        config = small_cluster(folder)
+        config.policy.parallel = ParallelConfig(**layout)
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{s.getsockname()[1]}"
+        ray.get([rank.__ray_call__.remote(build, config, index, address)
+                 for index, rank in enumerate(self.cluster.policy.ranks)])
+
+    def on_ranks(self, function, *arguments) -> list:
+        """`function(actor, ...)` in every rank's process."""
+        return ray.get([rank.__ray_call__.remote(function, *arguments) for rank in self.cluster.policy.ranks])
+
+
+def small_cluster(folder) -> Config:
+    config = Config()
+    config.model.path = str(folder)
+    config.policy.ranks = 2
+    config.loss.kind = "nll"
+    config.optimizer.lr = 1e-2
+    config.engine.count = 2
+    config.engine.max_sequences = 32
+    config.engine.health_every_s = 1.0
+    config.sync.verify = True
+    config.sync.bucket_mb = 1  # several buckets, and layers cut by their borders
+    return config
+
+
+# ---------------------------------------------------------------- in a rank's process
+
+
+def build(rank, config: Config, index: int, address: str) -> None:
+    from megastep.policy import parallel
+    from tests.ranks import let_go_of_models
+
+    rank.worker = rank.sender = None
+    let_go_of_models()
+    parallel.stop()
+    rank.config = config
+    rank.start(index, address, "shm")
+
+
+def shake(rank, seed: int) -> None:
+    """Other weights: every parameter times a random factor near 1, the same on ranks that hold the same."""
+    import torch
+
+    from megastep.sync.live import named_rows
+
+    with torch.no_grad():
+        for row, param in named_rows(rank.worker.chunks, rank.worker.arch):
+            generator = torch.Generator().manual_seed(seed + sum(map(ord, row.megatron)))
+            param.mul_(1 + 0.5 * torch.rand((), generator=generator))
+    rank.worker.step += 1
+
+
+def export(rank, folder) -> None:
+    rank.worker.export(folder)
+
+
+def corrupt_next_push(rank) -> None:
+    """Rank 0 writes one wrong number, after it has taken the checksum."""
+    from megastep.policy import parallel
+
+    route, fill = rank.sender._route, rank.sender._route._fill
+
+    def fill_badly(bucket, start, local, sums):
+        fill(bucket, start, local, sums)
+        if parallel.place().rank == 0:
+            route.memory[start + 1000] += 1
+
+    route._fill = fill_badly
+    rank.restore = lambda: setattr(route, "_fill", fill)

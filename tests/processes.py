@@ -1,0 +1,82 @@
+"""Who is running, from /proc: what a test started and what it left behind."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+
+def descendants(pid: int) -> set[tuple[int, str]]:
+    """Every process below `pid`, as (pid, start time): a number that is used again is another process."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                children.setdefault(int(_stat(int(entry.name))[1]), []).append(int(entry.name))
+            except OSError:
+                continue  # it has just ended
+    found, pending = set(), [pid]
+    while pending:
+        below = children.get(pending.pop(), [])
+        pending += below
+        found |= {(child, started(child)) for child in below}
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields after the name, which may hold spaces: state, parent, ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def started(pid: int) -> str:
+    try:
+        return _stat(pid)[19]
+    except OSError:
+        return ""
+
+
+def alive(processes: set[tuple[int, str]]) -> list[str]:
+    """The command lines of those that still run."""
+    left = []
+    for pid, start in processes:
+        try:
+            stat = _stat(pid)
+            if stat[19] == start and stat[0] != "Z":
+                left.append(f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
+        except OSError:
+            continue
+    return left
+
+
+def shared_memory_of(processes: set[tuple[int, str]]) -> set[str]:
+    """Named segments that these processes have mapped."""
+    found = set()
+    for pid, _ in processes:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        found |= {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
+    return {path for path in found if os.path.exists(path)}
+
+
+def ray_folders(processes: set[tuple[int, str]]) -> set[str]:
+    """Temporary folders of the Rays that these processes belong to."""
+    found = set()
+    for pid, _ in processes:
+        try:
+            found |= set(re.findall(r"/tmp/megastep-\w+", Path(f"/proc/{pid}/cmdline").read_bytes().decode()))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition, timeout_s: float = 90):
+    """What `condition` returns, once it is true."""
+    deadline = time.time() + timeout_s
+    while time.time() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.1)
+    raise TimeoutError

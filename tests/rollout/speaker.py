@@ -1,0 +1,106 @@
+"""A model that speaks SQL without having learned it: a table of which token may follow which, written into weights.
+
+Attention and experts add nothing to the residual stream, so the next token depends on the last one alone, through an
+embedding of one unit vector per token of the table and a head with a large weight for each allowed successor.
+Everything a real engine returns is then known beforehand: which tokens, with what logprobs, through which experts.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+GOLD = "SELECT name FROM product WHERE price > 20"
+START = "\n"  # the last token of the call for a turn
+END = "<|im_end|>"
+RAMBLING = "and so on "
+NEXT = {
+    START: ["<think>let me see</think>", "<sql>", "<solution>", RAMBLING],
+    "<think>let me see</think>": ["<sql>", "<solution>"],
+    "<sql>": ["SELECT count(*) FROM customer", "SELECT colour FROM product", "DELETE FROM product"],
+    "SELECT count(*) FROM customer": ["</sql>"],
+    "SELECT colour FROM product": ["</sql>"],
+    "DELETE FROM product": ["</sql>"],
+    "</sql>": [END],
+    "<solution>": [GOLD, "SELECT 1"],
+    GOLD: ["</solution>"],
+    "SELECT 1": ["</solution>"],
+    "</solution>": [END],
+    RAMBLING: [RAMBLING],  # until it is cut off
+}
+LOGIT = 30.0
+TEMPLATE = """\
+{%- for message in messages %}
+    {%- set said = message.content %}
+    {%- if message.role == 'assistant' %}{% set said = said.split('</think>')[-1] %}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + said + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def tokenizer():
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|im_start|>", END)])
+    made.add_tokens([phrase for phrase in NEXT if phrase != START])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, chat_template=TEMPLATE)
+
+
+def ids_of(made) -> dict[str, int]:
+    found = {phrase: made.encode(phrase, add_special_tokens=False) for phrase in [*NEXT, END]}
+    assert all(len(ids) == 1 for ids in found.values())
+    return {phrase: ids[0] for phrase, ids in found.items()}
+
+
+class Speaker:
+    """The folder of the model, and what it must say."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        made = tokenizer()
+        made.save_pretrained(folder)
+        self.ids = ids_of(made)
+        self.next = {self.ids[a]: [self.ids[b] for b in after] for a, after in NEXT.items()}
+        self.experts = _write_weights(folder, len(made), self.next)
+
+    def logprob(self, token: int, successor: int) -> float:
+        assert successor in self.next[token], (token, successor)
+        return -float(np.log(len(self.next[token])))
+
+
+def _write_weights(folder: Path, vocab: int, following: dict[int, list[int]]) -> np.ndarray:
+    """Returns the experts of every token: [vocab, layers, top-k], sorted."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        intermediate_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+        vocab_size=vocab, max_position_embeddings=4096, tie_word_embeddings=False, initializer_range=0.5,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.zero_()
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embedding.copy_(torch.randn_like(embedding))
+        embedding[:, : len(following)] = 0  # these axes are for the tokens that something is said after
+        head.zero_()
+        for axis, (token, successors) in enumerate(following.items()):
+            embedding[token] = 0
+            embedding[token, axis] = 1
+            head[successors, axis] = LOGIT / 64**0.5  # the final norm makes the vector sqrt(hidden) long
+        normed = embedding / embedding.pow(2).mean(-1, keepdim=True).add(config.rms_norm_eps).sqrt()
+        gates = [layer.mlp.gate.weight for layer in model.model.layers]
+        experts = torch.stack([(normed @ gate.T).topk(2).indices.sort(-1).values for gate in gates], 1)
+    model.save_pretrained(folder)
+    shape = json.loads((folder / "config.json").read_text())
+    assert shape["model_type"] == "qwen3_moe"
+    return experts.numpy()

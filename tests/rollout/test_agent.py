@@ -1,0 +1,301 @@
+"""S1, S7, S8, S9, S10: what an episode leaves behind, whatever the environment and the engine did."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from megastep.rollout.agent import Agent, Limits, call_seed, recorded_tokens
+from megastep.rollout.env import Env, Outcome
+from megastep.rollout.generation import Generation, Sampling
+from megastep.rollout.renderer import Renderer
+from megastep.types import Group, validate
+
+from . import chats
+
+THINKING = "<think>\nall hell\n</think>\n\nab<|im_end|>"
+LIMITS = Limits(max_turns=8, max_prompt_tokens=200, max_response_tokens=40, env_timeout_s=5.0)
+
+
+class Talk(Env):
+    """Asks, answers `observations` in turn, then is done with reward 1; a callable among them misbehaves."""
+
+    closed = 0
+
+    def __init__(self, *observations, question="ab?"):
+        self.question, self.observations, self.turn = question, observations, 0
+        self.heard = []
+
+    async def start(self):
+        return [{"role": "user", "content": self.question}]
+
+    async def step(self, text, ids):
+        self.heard.append((text, ids))
+        self.turn += 1
+        if self.turn > len(self.observations):
+            return Outcome(reward=1.0, done=True, metrics={"success": True})
+        said = self.observations[self.turn - 1]
+        if callable(said):
+            return await said()
+        return Outcome([{"role": "user", "content": said}], reward=0.25, metrics={"turns": self.turn}, state=self.turn)
+
+    async def close(self):
+        self.closed += 1
+
+
+def play(env, replies=(THINKING,), mode="tokens", limits=LIMITS, routing=False, kind="qwen3"):
+    renderer = Renderer(chats.tokenizer(kind), mode)
+    script = chats.Script(renderer, list(replies), routing)
+    agent = Agent(script, renderer, limits, Sampling(max_tokens=0), seed=7)
+    trajectory = asyncio.run(agent.play(lambda: env, group_id=4, index=2, session="4/2"))
+    validate([Group(4, [trajectory])])
+    return trajectory, script, renderer
+
+
+@pytest.mark.parametrize("mode", ["tokens", "chat"])
+def test_s1_every_model_call_is_a_step(mode):
+    env = Talk("one", "two")
+    trajectory, script, renderer = play(env, mode=mode)
+    assert (trajectory.group_id, trajectory.index, trajectory.stop_reason) == (4, 2, "done")
+    assert len(trajectory.steps) == len(script.calls) == 3 and env.closed == 1
+    for step, (prompt, _, session, _) in zip(trajectory.steps, script.calls):
+        assert step.prompt_ids.tolist() == prompt.tolist() and session == "4/2"
+        assert step.response_ids.tolist() == chats.ids(renderer, THINKING).tolist()
+        assert step.logprobs.tolist() == [-(i + 1) for i in range(len(step.response_ids))]
+        assert step.versions.tolist() == [[3, len(step.response_ids)]] and step.finish == "stop"
+    assert [s.reward for s in trajectory.steps] == [0.25, 0.25, 1.0] and trajectory.reward == 1.5
+    assert trajectory.env_metrics == {"turns": 2, "success": True}
+    assert [s.state for s in trajectory.steps] == [None, 1, 2]
+    assert env.heard[0][0] == THINKING.removesuffix("<|im_end|>")
+
+
+@pytest.mark.parametrize("mode", ["tokens", "chat"])
+def test_s9_an_observation_is_in_the_next_prompt_and_in_no_response(mode):
+    trajectory, _, renderer = play(Talk("seventy-one", "two"), mode=mode)
+    seen = [renderer.tokenizer.decode(s.prompt_ids).count("seventy-one") for s in trajectory.steps]
+    assert seen == [0, 1, 1]
+    assert all("seventy-one" not in renderer.tokenizer.decode(s.response_ids) for s in trajectory.steps)
+
+
+def test_max_turns():
+    trajectory, _, _ = play(Talk("one", "two", "three"), limits=Limits(2, 200, 40, 5.0))
+    assert (len(trajectory.steps), trajectory.stop_reason) == (2, "max_turns")
+    assert [s.last for s in trajectory.steps] == [False, True]
+
+
+# ---------------------------------------------------------------- S7: lengths
+
+
+@pytest.mark.parametrize("mode", ["tokens", "chat"])
+def test_s7_no_prompt_is_longer_than_the_limit(mode):
+    """Seven turns with growing observations: under every limit the steps are those of the free episode that fit."""
+    observations = ["x" * n for n in range(1, 30, 5)]
+    free, _, _ = play(Talk(*observations), mode=mode, limits=Limits(8, 10_000, 40, 5.0))
+    lengths = [len(s.prompt_ids) for s in free.steps]
+    assert len(lengths) == 7
+    for limit in [n + d for n in lengths for d in (-1, 0, 1)][1:]:
+        trajectory, script, _ = play(Talk(*observations), mode=mode, limits=Limits(8, limit, 40, 5.0))
+        fitting = [s for s in free.steps if len(s.prompt_ids) <= limit]
+        assert all(len(prompt) <= limit for prompt, *_ in script.calls)
+        assert [s.prompt_ids.tolist() for s in trajectory.steps] == [s.prompt_ids.tolist() for s in fitting]
+        if len(fitting) < len(free.steps):
+            assert trajectory.stop_reason == "context"
+            assert [s.finish for s in trajectory.steps] == ["stop"] * (len(fitting) - 1) + ["context"]
+        else:
+            assert trajectory.stop_reason == "done" and trajectory.steps[-1].finish == "stop"
+
+
+def test_s7_chat_mode_checks_the_rendered_prompt_not_the_sum_of_what_was_said():
+    """The dropped thinking does not count: in tokens mode the same limit ends the episode earlier."""
+    limits = Limits(8, 110, 40, 5.0)
+    stopped = {mode: play(Talk("x", "x", "x"), mode=mode, limits=limits)[0] for mode in ("tokens", "chat")}
+    assert stopped["tokens"].stop_reason == "context" and stopped["chat"].stop_reason == "done"
+
+
+def test_s7_an_over_long_first_prompt_is_a_trajectory_that_says_so():
+    env = Talk(question="x" * 500)
+    trajectory, script, _ = play(env)
+    assert (trajectory.steps, trajectory.stop_reason, script.calls, env.closed) == ([], "first_prompt", [], 1)
+
+
+@pytest.mark.parametrize("reply", ["x" * 39, "x" * 100, "x" * 38 + "<|im_end|>", THINKING])
+def test_s7_no_step_is_longer_than_prompt_and_response(reply):
+    trajectory, _, _ = play(Talk("one"), [reply])
+    assert all(len(s.response_ids) <= LIMITS.max_response_tokens for s in trajectory.steps)
+
+
+# ---------------------------------------------------------------- S8: the appended end of turn
+
+
+@pytest.mark.parametrize("reply", ["x" * 100, "", "ab"])
+@pytest.mark.parametrize("mode", ["tokens", "chat"])
+def test_s8_an_appended_eos_is_in_the_sequence_and_out_of_the_loss(reply, mode):
+    trajectory, script, renderer = play(Talk("one"), [reply], mode=mode)
+    for step in trajectory.steps:
+        sampled = min(len(chats.ids(renderer, reply)), LIMITS.max_response_tokens - 1)
+        assert len(step.response_ids) == sampled + 1 and step.response_ids[-1] == renderer.end_id
+        assert step.loss_mask.tolist() == [True] * sampled + [False]
+        assert step.logprobs[-1] == 0 and step.finish == "length"
+        assert step.versions[:, 1].sum() == sampled + 1
+    if mode == "tokens":
+        first, second = trajectory.steps
+        sequence = [*first.prompt_ids, *first.response_ids]
+        assert second.prompt_ids[: len(sequence)].tolist() == sequence
+
+
+def test_s8_a_sampled_eos_is_trained_and_nothing_is_appended():
+    trajectory, _, renderer = play(Talk())
+    (step,) = trajectory.steps
+    assert step.loss_mask.all() and step.response_ids.tolist().count(renderer.end_id) == 1
+
+
+# ---------------------------------------------------------------- S10: experts
+
+
+def experts_by_token(step) -> list[int]:
+    return step.routing[:, 0, 0].tolist()
+
+
+@pytest.mark.parametrize("reply", [THINKING, "", "x" * 100])
+@pytest.mark.parametrize("mode", ["tokens", "chat"])
+def test_s10_experts_belong_to_the_tokens_that_were_forwarded(reply, mode):
+    trajectory, _, _ = play(Talk("one", "two"), [reply], mode=mode, routing=True)
+    for step in trajectory.steps:
+        tokens = np.concatenate([step.prompt_ids, step.response_ids])
+        forwarded = len(step.prompt_ids) + int(step.loss_mask.sum()) - 1  # neither the last sampled nor the appended
+        assert step.routing_end == max(forwarded, step.routing_start)
+        assert experts_by_token(step) == (tokens[step.routing_start : step.routing_end] % 64).tolist()
+
+
+def test_s10_each_expert_is_asked_for_once_where_prompts_extend_each_other():
+    trajectory, script, _ = play(Talk("one", "two", "three"), mode="tokens", routing=True)
+    end = 0
+    for step, (_, _, _, asked) in zip(trajectory.steps, script.calls):
+        assert asked == step.routing_start == end
+        end = step.routing_end
+    shipped = sum(len(s.routing) for s in trajectory.steps)
+    assert shipped == len(trajectory.steps[-1]) - 1  # every token but the last, once
+
+
+def test_s10_a_rewritten_history_is_asked_for_from_where_it_differs():
+    trajectory, script, _ = play(Talk("one", "two"), mode="chat", routing=True)
+    first, second, third = trajectory.steps
+    assert script.calls[0][3] == 0
+    # the template rewrote the whole answer: what is common is the first prompt
+    assert script.calls[1][3] == len(first.prompt_ids)
+    # the second prompt is a prefix of the third
+    assert third.prompt_ids[: len(second.prompt_ids)].tolist() == second.prompt_ids.tolist()
+    assert script.calls[2][3] == len(second.prompt_ids)
+
+
+def test_s10_tokens_that_no_step_recorded_are_asked_for():
+    trajectory, script, _ = play(Talk("one", "two"), routing=False)
+    assert [asked for *_, asked in script.calls] == [0, 0, 0] and all(s.routing is None for s in trajectory.steps)
+
+
+def test_s10_the_last_token_of_a_prompt_is_always_computed():
+    trajectory, _, _ = play(Talk(), routing=True)
+    (step,) = trajectory.steps
+    prompt = np.concatenate([step.prompt_ids, step.response_ids])[:-3]
+    assert recorded_tokens([step], prompt) == len(prompt) - 1
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+async def raises():
+    raise KeyError("no such table")
+
+
+async def hangs():
+    await asyncio.sleep(60)
+
+
+async def own_timeout():
+    raise TimeoutError("the tool's own")
+
+
+def returns(value):
+    async def answer():
+        return value
+
+    return answer
+
+
+GARBAGE = [None, "text", Outcome("text"), Outcome([{"role": "user"}]), Outcome(reward=float("nan")),
+           Outcome(reward="much"), Outcome(metrics={"x": object()}), Outcome(state="here"), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "behaviour, reason, error",
+    [(raises, "env_error", "KeyError: 'no such table'"), (own_timeout, "env_error", "TimeoutError: the tool's own"),
+     (hangs, "env_timeout", "no answer within 0.05 s")]
+    + [(returns(garbage), "env_error", "EnvError: ") for garbage in GARBAGE],
+)
+def test_an_environment_that_fails_marks_its_trajectory(behaviour, reason, error):
+    env = Talk("one", behaviour)
+    trajectory, _, _ = play(env, limits=Limits(8, 200, 40, 0.05 if behaviour is hangs else 5.0))
+    assert trajectory.stop_reason == reason and trajectory.env_metrics["error"].startswith(error)
+    assert [s.finish for s in trajectory.steps] == ["stop", "error"]
+    assert [s.reward for s in trajectory.steps] == [0.25, 0.0] and env.closed == 1
+
+
+def test_an_environment_that_does_not_start():
+    class Broken(Talk):
+        async def start(self):
+            return "a question"
+
+    trajectory, script, _ = play(Broken())
+    assert (trajectory.steps, trajectory.stop_reason, script.calls) == ([], "env_error", [])
+    assert "expected chat messages" in trajectory.env_metrics["error"]
+
+
+def test_an_observation_that_the_template_refuses():
+    trajectory, _, _ = play(Talk(returns(Outcome([{"role": "tool", "content": "1"}]))), kind="gpt_oss",
+                            replies=["<|channel|>final<|message|>ab<|return|>"])
+    assert trajectory.stop_reason == "env_error" and "refuses messages" in trajectory.env_metrics["error"]
+
+
+def test_an_environment_that_cannot_close_keeps_its_trajectory():
+    class Sticky(Talk):
+        async def close(self):
+            raise OSError("busy")
+
+    trajectory, _, _ = play(Sticky())
+    assert trajectory.stop_reason == "done" and trajectory.env_metrics["error"] == "close: OSError: busy"
+
+
+def test_an_engine_that_fails_marks_its_trajectory():
+    trajectory, _, _ = play(Talk("one"), [THINKING, RuntimeError("engine 0 died")])
+    assert trajectory.stop_reason == "engine_error" and len(trajectory.steps) == 1
+    assert trajectory.steps[0].finish == "error" and "engine 0 died" in trajectory.env_metrics["error"]
+
+
+def test_an_aborted_call_keeps_what_was_sampled():
+    renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
+
+    async def abort(prompt_ids, sampling, *, session, routing_start=0):
+        return Generation(np.array([1], np.int32), np.zeros(1, np.float32), np.array([[0, 1]], np.int32), "abort")
+
+    agent = Agent(abort, renderer, LIMITS, Sampling(max_tokens=0))
+    env = Talk("one")
+    trajectory = asyncio.run(agent.play(lambda: env, 0, 0, "0/0"))
+    assert trajectory.stop_reason == "abort" and env.heard == [] and env.closed == 1
+    assert trajectory.steps[0].response_ids.tolist() == [1] and trajectory.steps[0].finish == "abort"
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def test_what_the_engine_is_asked_for():
+    _, script, renderer = play(Talk("one"))
+    for turn, (_, sampling, _, _) in enumerate(script.calls):
+        assert sampling.max_tokens == LIMITS.max_response_tokens - 1
+        assert sampling.stop_token_ids == renderer.stop_ids
+        assert sampling.seed == call_seed(7, 4, 2, turn)
+
+
+def test_seeds_tell_every_call_from_every_other():
+    seeds = {call_seed(*key) for key in np.ndindex(3, 3, 3, 3)}
+    assert len(seeds) == 81 and all(0 <= s < 2**62 for s in seeds)
+    assert call_seed(1, 2, 3, 4) == call_seed(1, 2, 3, 4)

@@ -1,0 +1,255 @@
+"""D3, S10: many engines behind one `generate`: together by session, balanced, restarted, each call answered once."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from megastep.config import EngineConfig
+from megastep.rollout.engine import run_lengths
+from megastep.rollout.fleet import EngineError, Fleet
+from megastep.rollout.generation import Sampling
+from tests.engines import GREEDY, export, shake
+from tests.models import some_tokens
+from tests.processes import alive, descendants, wait_for
+
+
+def test_run_lengths():
+    assert run_lengths([[3, 0], [4, 5]], 8).tolist() == [[3, 5], [4, 3]]
+    assert run_lengths([[3, 0], [4, 0]], 8).tolist() == [[4, 8]]  # began before the push, sampled after it
+    assert run_lengths([[3, 0]], 0).shape == (0, 2)
+
+
+# ---------------------------------------------------------------- real engines
+
+
+def test_calls_of_a_session_stay_together(rollouts):
+    sessions = [f"s{i}" for i in range(8)]
+    prompts = some_tokens(8)
+    placed = []
+    for turn in range(3):
+        order = sessions if turn == 0 else sessions[turn:] + sessions[:turn]  # who asks first would go to engine 0
+        rollouts.ask(prompts, sessions=order)
+        placed.append([rollouts.fleet._sessions[s].index for s in sessions])
+    assert placed[0] == placed[1] == placed[2] and sorted(placed[0]) == [0] * 4 + [1] * 4
+
+
+def test_s10_experts_come_as_asked(rollouts):
+    """P + R - 1 tokens have experts; of a second turn only those that the first has not recorded."""
+    (first,) = rollouts.ask(some_tokens(1), sessions=["turns"])
+    assert first.routing.shape == (16 + 12 - 1, 4, 2) and first.routing.dtype == np.uint8
+    prompt = np.concatenate([some_tokens(1)[0].numpy(), first.ids, [1, 2, 3]])
+    known = len(first.routing)
+    (second,) = rollouts.ask([prompt], sessions=["turns"], routing_start=known)
+    (whole,) = rollouts.ask([prompt], sessions=["turns"])
+    assert second.routing_start == known and len(second.routing) == len(prompt) + 12 - 1 - known
+    assert np.array_equal(whole.routing[known:], second.routing)
+    assert np.array_equal(whole.routing[:known], first.routing)
+
+
+def test_logprobs_are_those_of_the_distribution_sampled_from(rollouts, models, tmp_path):
+    model = _policy(rollouts, models, tmp_path / "hf")
+    prompts = some_tokens(2)
+    for sampling in (Sampling(20, temperature=0.5, seed=1), Sampling(20, temperature=1.5, top_k=5, seed=2)):
+        for prompt, generation in zip(prompts, rollouts.ask(prompts, sampling)):
+            logits = _logits(model, prompt, generation.ids) / sampling.temperature
+            if sampling.top_k:
+                floor = logits.topk(sampling.top_k).values[:, -1:]
+                logits = logits.masked_fill(logits < floor, -torch.inf)
+            assert np.isfinite(generation.logprobs).all()
+            np.testing.assert_allclose(generation.logprobs, _of(logits, generation.ids), atol=1e-3)
+
+
+def test_a_seed_gives_the_same_tokens_on_any_engine(rollouts):
+    prompt = some_tokens(1)[0]
+    sampled = rollouts.ask([prompt] * 4, Sampling(16, seed=5)) + rollouts.ask([prompt] * 2, Sampling(16, seed=6))
+    ids = [tuple(g.ids.tolist()) for g in sampled]
+    assert len(set(ids[:4])) == 1 and len(set(ids)) == 2
+
+
+def test_seeded_calls_with_more_prompt_tokens_than_a_batch(rollouts):
+    prompts = some_tokens(80, length=240)
+    assert [len(g.ids) for g in rollouts.ask(prompts, Sampling(4, seed=5))] == [4] * 80
+
+
+def test_a_stop_token_ends_the_response_and_is_its_last(rollouts):
+    (free,) = rollouts.ask(some_tokens(1))
+    stop = int(free.ids[4])
+    (stopped,) = rollouts.ask(some_tokens(1), Sampling(12, temperature=0.0, stop_token_ids=(stop,)))
+    assert stopped.finish == "stop" and free.finish == "length"
+    assert stopped.ids.tolist() == free.ids[: free.ids.tolist().index(stop) + 1].tolist()
+    assert len(stopped.logprobs) == len(stopped.ids) and len(stopped.routing) == 16 + len(stopped.ids) - 1
+
+
+def test_an_impossible_call_is_refused_in_one_line(rollouts):
+    with pytest.raises(EngineError, match="an engine refused a call: .*256") as error:
+        rollouts.ask(some_tokens(1, length=300))
+    assert "\n" not in str(error.value)
+    rollouts.ask(some_tokens(1))
+
+
+def test_versions_of_calls_that_span_a_push(rollouts, models, tmp_path):
+    """Each token's logprob is that of the version it is said to come from: none is sampled from old keys."""
+    old = _policy(rollouts, models, tmp_path / "old")
+    prompts = some_tokens(4)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend(rollouts.ask(prompts, Sampling(220, seed=3))))
+    rollouts.on_ranks(shake, 9)
+    rollouts.on_ranks(export, tmp_path / "new")
+    thread.start()
+    time.sleep(0.4)
+    version = rollouts.cluster.sync()
+    thread.join()
+    new = _load(tmp_path / "new")
+    for prompt, generation in zip(prompts, answers):
+        (before, first), (after, rest) = generation.versions.tolist()
+        assert (before, after) == (version - 1, version) and first > 0 and first + rest == 220
+        assert len(generation.routing) == 16 + 220 - 1
+        wanted = np.concatenate([_of(_logits(old, prompt, generation.ids), generation.ids)[:first],
+                                 _of(_logits(new, prompt, generation.ids), generation.ids)[first:]])
+        np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-3)
+
+
+def test_a_call_that_is_given_up_is_dropped_by_its_engine(rollouts):
+    prompts = some_tokens(32).numpy()
+    begin = time.time()
+    rollouts.ask(prompts, Sampling(230, seed=1))
+    whole = time.time() - begin
+
+    async def give_up():
+        calls = (rollouts.fleet.generate(p, Sampling(230, seed=1), session=f"{i}") for i, p in enumerate(prompts))
+        await asyncio.wait_for(asyncio.gather(*calls), whole / 5)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(give_up())
+    wait_for(lambda: _running(rollouts) == 0, whole / 2)
+    assert all(seat.in_flight == 0 for seat in rollouts.fleet.seats)
+
+
+def test_an_engine_killed_in_mid_rollout(rollouts, models, tmp_path):
+    """kill -9: every call is answered once, as it would have been; the engine comes back with today's weights."""
+    _policy(rollouts, models, tmp_path / "hf")
+    rollouts.on_ranks(shake, 4)
+    version = rollouts.cluster.sync()
+    prompts = some_tokens(24, seed=4)
+    sampling = Sampling(100, temperature=0.0)
+    expected = rollouts.ask(prompts, sampling)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend(rollouts.ask(prompts, sampling)))
+    thread.start()
+    seat = rollouts.fleet.seats[0]
+    wait_for(lambda: seat.in_flight == 12, 20)
+    time.sleep(0.2)
+    pid, vllm = seat.pid, descendants(seat.pid)
+    os.kill(pid, signal.SIGKILL)
+    thread.join(120)
+    assert len(vllm) >= 2
+    wait_for(lambda: not alive(vllm), 30)
+    assert [g.ids.tolist() for g in answers] == [g.ids.tolist() for g in expected]
+    assert all(g.versions.tolist() == [[version, 100]] for g in answers)
+    wait_for(lambda: seat.serving, 200)
+    assert seat.pid != pid and seat.restarts == 1
+    again = rollouts.ask(prompts, sampling)
+    assert [g.ids.tolist() for g in again] == [g.ids.tolist() for g in expected]
+    assert all(g.versions.tolist() == [[version, 100]] for g in again)
+
+
+def _policy(rollouts, models, folder):
+    """The policy as it is in the model's folder, in the engines, and as transformers has it."""
+    rollouts.lay(models("qwen3_moe")[0], dict(expert=2))
+    rollouts.cluster.sync()
+    rollouts.on_ranks(export, folder)
+    return _load(folder)
+
+
+def _load(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def _logits(model, prompt, ids) -> torch.Tensor:
+    tokens = torch.cat([prompt, torch.tensor(ids, dtype=torch.int64)])[None]
+    return model(tokens).logits[0, len(prompt) - 1 : -1]
+
+
+def _of(logits: torch.Tensor, ids) -> np.ndarray:
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids, dtype=torch.int64)[:, None])[:, 0].numpy()
+
+
+def _running(rollouts) -> int:
+    return sum(ray.get([h.__ray_call__.remote(lambda engine: len(engine.running)) for h in rollouts.fleet.serving()]))
+
+
+# ---------------------------------------------------------------- the fleet alone, with actors that misbehave
+
+
+class Stub:
+    """An actor with an engine's methods: `generate` does as the prompt says."""
+
+    def __init__(self, index: int):
+        self.index, self.calls = index, 0
+
+    async def start(self) -> int:
+        return os.getpid()
+
+    async def check(self) -> None:
+        pass
+
+    async def generate(self, prompt_ids, sampling, name, routing_start):
+        self.calls += 1
+        if prompt_ids[0] == 1 and self.index == 0 or prompt_ids[0] == 2:
+            await asyncio.sleep(1000)
+        if prompt_ids[0] == 3:
+            os._exit(1)
+        return self.index, self.calls
+
+
+def stubs(**settings) -> Fleet:
+    spawn = ray.remote(Stub).options(num_cpus=0, max_concurrency=100).remote
+    fleet = Fleet(spawn, EngineConfig(count=2, **settings))
+    fleet.start()
+    fleet.open()
+    return fleet
+
+
+def ask(fleet: Fleet, *prompts: int) -> list:
+    async def all_of_them():
+        calls = (fleet.generate(np.array([p]), GREEDY, session=f"{p} {i}") for i, p in enumerate(prompts))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.fixture
+def misbehaving(rollouts):
+    fleets = []
+
+    def make(**settings) -> Fleet:
+        fleets.append(stubs(**settings))
+        return fleets[-1]
+
+    yield make
+    for fleet in fleets:
+        fleet.close()
+
+
+def test_an_engine_that_hangs_is_replaced_and_its_calls_go_elsewhere(misbehaving):
+    fleet = misbehaving(request_timeout_s=2)
+    answers = ask(fleet, 1, 0, 0)  # the first goes to engine 0 and hangs there
+    assert [index for index, _ in answers] == [1, 1, 0] or [index for index, _ in answers] == [1, 0, 1]
+    wait_for(lambda: all(seat.serving for seat in fleet.seats), 30)
+    assert [seat.restarts for seat in fleet.seats] == [1, 0]
+
+
+def test_when_every_engine_is_gone_calls_end_with_an_error(misbehaving):
+    fleet = misbehaving(restarts=1)
+    answers = ask(fleet, 3, 3, 3)
+    assert all(isinstance(a, EngineError) and "every engine is gone: 0: its process ended" in str(a) for a in answers)

@@ -1,0 +1,84 @@
+"""D3: one placement group, a clear answer where it does not fit, and nothing left when it is over."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megastep.cluster import ClusterError, refuse_dead_address, refuse_too_small
+from tests.models import some_tokens
+from tests.processes import alive, descendants, ray_folders, shared_memory_of, wait_for
+from tests.sync.test_transfer import greedy_with_transformers
+
+
+def test_bundles_are_fitted_into_nodes():
+    node = {"CPU": 8.0, "GPU": 4.0}
+    refuse_too_small([{"CPU": 1, "GPU": 4}, {"CPU": 1, "GPU": 4}], [node, node])
+    with pytest.raises(ClusterError, match="3 places with 12 GPU and 3 CPU in all are needed, 2 node.s. offer 4 GPU"):
+        refuse_too_small([{"CPU": 1, "GPU": 4}] * 3, [node, node])
+    with pytest.raises(ClusterError, match="set cluster.colocate"):  # 8 GPUs are there, not on one node
+        refuse_too_small([{"CPU": 1, "GPU": 8}], [node, node])
+
+
+def test_an_address_without_ray_is_told_at_once():
+    with pytest.raises(ClusterError, match=r"cluster.address = 127.0.0.1:1: no Ray there \(Connection refused\)"):
+        refuse_dead_address("127.0.0.1:1")
+    refuse_dead_address("auto")
+
+
+def scene(name: str, folder) -> subprocess.Popen:
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    return subprocess.Popen([sys.executable, "-m", "tests.cluster_scenes", name, str(folder)], text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True)
+
+
+def test_a_cluster_that_is_too_small_is_told_at_once(models):
+    """Before anything is started in it: most of the time goes to starting Ray."""
+    process = scene("too_small", models("qwen3_moe")[0])
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == 2
+    (line,) = output.splitlines()
+    assert line.startswith("the cluster is too small: 1 places with 1000 CPU in all are needed, 1 node(s) offer ")
+    assert line.endswith("; lower policy.ranks, engine.count or cluster.cpus_per_process")
+
+
+def test_nothing_is_left_behind(models):
+    """After Ctrl-C and after a killed driver; a stranger's process, whatever its name, goes on.
+
+    The interrupted cluster has its engine on the rank's place, and a model whose head is its embedding."""
+    folder = models("qwen2_tied")[0]
+    stranger = subprocess.Popen(["bash", "-c", "exec -a 'ray::IDLE raylet VLLM::EngineCore' sleep 600"])
+    scenes = {name: scene(name, folder) for name in ("interrupted", "killed")}
+    try:
+        tokens = json.loads(scenes["interrupted"].stdout.readline())
+        assert tokens == greedy_with_transformers(f"{folder}-pushed", some_tokens())[0]
+        below = {name: _up(process) for name, process in scenes.items()}
+        segments = shared_memory_of(set().union(*below.values()))
+        (folder,) = ray_folders(below["interrupted"])
+        scenes["interrupted"].send_signal(signal.SIGINT)
+        scenes["killed"].kill()
+        for name, process in scenes.items():
+            process.wait(100)
+            assert len(below[name]) >= 8  # Ray's, the engine's three and a rank's
+            wait_for(lambda: not _left(name, below), 60)
+        assert not [path for path in segments if os.path.exists(path)]
+        assert not os.path.exists(folder)
+        assert stranger.poll() is None
+    finally:
+        for process in [stranger, *scenes.values()]:
+            process.kill()
+
+
+def _up(process: subprocess.Popen) -> set[tuple[int, str]]:
+    """Everything below the driver, once it runs."""
+    line = process.stdout.readline()
+    assert line == "up\n", line + process.stderr.read()
+    return descendants(process.pid)
+
+
+def _left(name: str, below: dict) -> list[str]:
+    """Ray's two agents take a minute to notice that its other processes were killed."""
+    return [line for line in alive(below[name]) if name != "killed" or "Agent" not in line]
