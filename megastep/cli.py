@@ -7,11 +7,18 @@ Exit codes: 0 done, 1 a failure (with its traceback), 2 a mistake in the config 
 import argparse
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    # argparse takes positional arguments in one place only; key=value may also follow an option.
+    args, more = parser.parse_known_args(argv)
+    if any(text.startswith("-") for text in more) or (more and "overrides" not in args):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        args.overrides += more
     warnings.filterwarnings("ignore")  # of the libraries, about the GPU parts that are not there
     return args.run(args)
 
@@ -21,19 +28,73 @@ def _parser() -> argparse.ArgumentParser:
         prog="megastep", description="Step-wise reinforcement learning of LLM agents on Megatron-Core, vLLM and Ray."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser(
-        "train",
-        help="train as a config says",
-        description="Train as CONFIG says. An existing run directory is continued (run.resume).",
-        epilog="example: megastep train configs/local.yaml train.steps=20 policy.parallel.expert=1 policy.ranks=1",
-    )
-    train.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/local.yaml")
-    train.add_argument("overrides", metavar="key=value", nargs="*", help="replaces an entry of the config")
-    train.set_defaults(run=_train)
+
+    def add(name: str, run: Callable, example: str, help: str, description: str, config: bool = True):
+        command = commands.add_parser(name, help=help, description=description, epilog=f"example: megastep {example}")
+        command.set_defaults(run=run)
+        if config:
+            command.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/local.yaml")
+            command.add_argument("overrides", metavar="key=value", nargs="*", help="replaces an entry of the config")
+        return command
+
+    add("train", _train, "train configs/local.yaml train.steps=20 policy.parallel.expert=1 policy.ranks=1",
+        "train as a config says", "Train as CONFIG says. An existing run directory is continued (run.resume).")
+    replay = add("replay", _replay, "replay configs/local.yaml --rollouts runs/NAME/rollouts/step_20.safetensors",
+                 "train on trajectories of a file",
+                 "The training half alone: the prompts of FILE, rollout.prompts at a time, each batch a step.")
+    replay.add_argument("--rollouts", metavar="FILE", type=Path, required=True, help="as `megastep rollout` writes it")
+    rollout = add("rollout", _rollout, "rollout configs/chase.yaml --out chase.safetensors rollout.samples=4",
+                  "generate trajectories into a file",
+                  "Play rollout.prompts prompts of the training data, rollout.samples trajectories each, into FILE.")
+    rollout.add_argument("--out", metavar="FILE", type=Path, required=True, help="a safetensors file to be written")
+    add("eval", _evaluate, "eval configs/chase.yaml run.resume=runs/NAME/checkpoints/step_24",
+        "play held-out prompts and report success and pass@k",
+        "Play eval.prompts held-out prompts, eval.samples trajectories each; metrics per trajectory.")
+    view = add("view", _view, "view runs/NAME", "write the report of a run",
+               "Write report.html and curves.png of a run or an evaluation into its folder. It may still run.",
+               config=False)
+    view.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run directory, such as runs/NAME")
     return parser
 
 
 def _train(args: argparse.Namespace) -> int:
+    def run(config):
+        from megastep.train import train
+
+        train(config, Path(args.config).stem)
+
+    return _run(args, run, "; the same command with run.name=... continues from the last checkpoint")
+
+
+def _replay(args: argparse.Namespace) -> int:
+    def run(config):
+        from megastep.train import replay
+
+        replay(config, Path(args.config).stem, args.rollouts)
+
+    return _run(args, run)
+
+
+def _rollout(args: argparse.Namespace) -> int:
+    def run(config):
+        from megastep.collect import rollout
+
+        rollout(config, args.out)
+
+    return _run(args, run)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    def run(config):
+        from megastep.collect import evaluate
+
+        evaluate(config, Path(args.config).stem)
+
+    return _run(args, run)
+
+
+def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> int:
+    """`run` the config, or tell what is wrong: one line for what users can put right, a traceback for all else."""
     from megastep.config import ConfigError, load
 
     try:
@@ -41,20 +102,60 @@ def _train(args: argparse.Namespace) -> int:
     except ConfigError as error:
         return _refuse(error.problems)
 
+    from ray.exceptions import RayActorError, RayTaskError
+
+    from megastep.cluster import ClusterError
+    from megastep.collect import OutputError
     from megastep.policy.manifest import CheckpointError
+    from megastep.rollout.data import DataError
+    from megastep.rollout.env import EnvError
+    from megastep.rollout.fleet import EngineError
+    from megastep.rollout.pool import RolloutFailed
+    from megastep.rollout.renderer import RenderError
+    from megastep.rundir import RunError
+    from megastep.samples.store import StoreError
     from megastep.sync.convert import ConvertError
-    from megastep.train import RankError, train
+    from megastep.types import RolloutError, TrainingError
 
     try:
-        train(config, Path(args.config).stem)
-    except (CheckpointError, ConvertError) as error:
+        run(config)
+    except (ConfigError, DataError) as error:
+        return _refuse(error.problems)
+    except (CheckpointError, ConvertError, EnvError, OutputError, RenderError, StoreError) as error:
         return _refuse([str(error)])
-    except RankError as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
+    except (ClusterError, EngineError, RolloutFailed, RolloutError, RunError) as error:
+        return _fail(str(error))
+    except RayActorError:
+        return _fail("a rank of the policy died; what it said is in the run's log.txt")
+    except (OSError, RayTaskError) as error:
+        cause = getattr(error, "cause", error)
+        if isinstance(cause, TrainingError):
+            return _fail(str(cause))
+        if not isinstance(cause, OSError) or cause.filename is None:
+            raise
+        return _fail(f"{cause.filename}: cannot be written or read ({cause.strerror})")
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command with run.name=... continues from the last checkpoint", file=sys.stderr)
+        print(f"\ninterrupted{if_interrupted}", file=sys.stderr)
         return 130
+    return 0
+
+
+def _fail(reason: str) -> int:
+    print(f"\nerror: {reason}", file=sys.stderr)
+    return 1
+
+
+def _view(args: argparse.Namespace) -> int:
+    from megastep.report import ReportError, write_report
+
+    try:
+        written = write_report(args.folder)
+    except ReportError as error:
+        return _refuse([str(error)])
+    except OSError as error:
+        return _refuse([f"{error.filename}: {error.strerror}"])
+    for path in written:
+        print(path)
     return 0
 
 

@@ -9,8 +9,9 @@ Nothing derived is ever written back: what follows from the values is computed w
 
 import difflib
 from dataclasses import dataclass, field, fields, is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 from omegaconf import OmegaConf
@@ -50,6 +51,90 @@ class PolicyConfig:
     ranks: int = 1  # processes; data parallelism is what the layout leaves over
     precision: str = "fp32"  # fp32 | bf16 (fp32 master weights)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    # Activations that backward computes again instead of keeping: [full] for whole layers, or some of Megatron's
+    # modules, such as [core_attn, moe].
+    recompute: list[str] = field(default_factory=list)
+    offload_layers: int = 0  # layers whose activations wait in CPU memory (Transformer Engine)
+    head_rows: int = 1024  # tokens whose softmax is kept for backward; that of more is computed again, in chunks
+    # Router losses, see README: their sum depends on which tokens share a micro-batch, so they are off by default.
+    router_balance: float = 0.0  # coefficient of the load-balancing loss
+    router_z: float = 0.0  # coefficient of the z-loss
+
+
+@dataclass
+class DataConfig:
+    train: str = "generated"  # FILE.jsonl, FILE.parquet, hf:PLACE[:SPLIT], or generated: by the environment itself
+    eval: str | None = None  # the same; default: rows held out of data.train
+    held_out: int = 64  # rows of data.train that training never sees, where data.eval is not given
+    generated_rows: int = 4096  # of a generated data set
+    shuffle: bool = True  # anew each epoch, by train.seed
+
+
+@dataclass
+class EnvConfig:
+    name: str = "chase"  # chase, guess, sql, search, skyrl, an entry point of megastep.envs, or module:Class
+    options: dict[str, Any] = field(default_factory=dict)  # keywords of that environment
+
+
+@dataclass
+class RolloutConfig:
+    mode: str = "tokens"  # tokens: append to what was sampled; chat: render history anew each turn
+    template: dict[str, Any] = field(default_factory=dict)  # keywords of the chat template, such as enable_thinking
+    prompts: int = 16  # per batch
+    samples: int = 8  # trajectories per prompt
+    max_turns: int = 8  # model calls of a trajectory
+    max_prompt_tokens: int | None = None  # of one model call; default: what a response leaves of the engine's context
+    max_response_tokens: int = 256  # of one model call, with the end-of-turn token that a cut-off one gets appended
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    concurrency: int = 256  # episodes at a time
+    env_timeout_s: float = 60.0  # for one step of the environment
+
+
+@dataclass
+class EvalConfig:
+    prompts: int = 64  # the first of the held-out rows
+    samples: int = 4  # trajectories per prompt; pass@k is reported up to this many
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass
+class EngineConfig:
+    count: int = 1
+    tensor: int = 1  # GPUs (on a CPU: processes) that share one engine's model
+    max_model_len: int | None = None  # tokens of prompt and response; default: the model's positions
+    max_sequences: int = 64  # answered at a time by one engine
+    gpu_memory: float = 0.6  # share of each GPU's memory, for weights and KV cache
+    cpu_kv_gb: int = 1  # KV cache on a machine without GPU
+    start_timeout_s: int = 600
+    request_timeout_s: int = 600  # a call that takes longer means that its engine hangs
+    health_every_s: float = 10.0
+    health_timeout_s: float = 60.0
+    restarts: int = 3  # of each engine
+
+
+@dataclass
+class SyncConfig:
+    backend: str = "auto"  # auto: shm without GPU, else ipc where colocated and nccl apart
+    bucket_mb: int = 256  # weights on their way at a time; a larger tensor goes alone
+    verify: bool = False  # compare checksums at both ends
+
+    def backend_for(self, has_gpu: bool, colocate: bool) -> str:
+        if self.backend != "auto":
+            return self.backend
+        return ("ipc" if colocate else "nccl") if has_gpu else "shm"
+
+
+@dataclass
+class ClusterConfig:
+    address: str | None = None  # of a running Ray cluster; default: $RAY_ADDRESS, else Ray is started here
+    colocate: bool = False  # engines on the GPUs of the policy, taking turns; else on GPUs of their own
+    cpus_per_process: float = 0.25  # of Ray's count, for each rank and engine; threads are not bound to cores
+    object_store_mb: int = 512  # of the Ray that is started here
+    timeout_s: int = 120  # to wait for resources that others use
 
 
 @dataclass
@@ -62,15 +147,74 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float = 1.0  # 0: no clipping
+    offload_fraction: float = 0.0  # of Adam's state and work to the CPU
+
+
+@dataclass
+class SamplesConfig:
+    layout: str = "trie"  # trie: every distinct token of a prompt once; merge: linear prefixes only; flat: each step
+
+
+@dataclass
+class ReplayConfig:
+    enabled: bool = True  # MoE layers use the experts that the rollout used
+    on_conflict: str = "owner"  # steps that disagree on a shared token: owner: who sampled it; split: compute both
+    min_agreement: float = 0.8  # of the live routers with the recorded experts; less is an error: routes are shifted
+
+
+@dataclass
+class LossConfig:
+    kind: str = "ppo_clip"  # ppo_clip | gspo | cispo | reinforce | nll
+    normalize: str = "token"  # token | step | trajectory | prompt: what counts the same
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 0.0  # bound of the term where the advantage is negative, such as 3; 0: none
+    old: str = "policy"  # policy: logprobs before the update, by the trainer; rollout: the engine's own
+    kl: float = 0.0  # coefficient of the KL to the reference, the initial model
+    kl_estimate: str = "k3"  # k2 | k3
+    entropy: float = 0.0  # coefficient of the entropy bonus
+    correction: str = "none"  # of the rollout's logprobs: none | truncate | mask
+    correction_level: str = "token"  # token | step
+    correction_low: float = 0.5  # mask: importance below it
+    correction_high: float = 2.0  # truncate, mask: importance above it
+
+
+@dataclass
+class CreditConfig:
+    estimator: str = "grpo"  # grpo | grpo_nostd | rloo | maxrl, of outcomes; step_returns | gigpo, of rewards per step
+    discount: float = 1.0  # of later rewards: step_returns, gigpo
+    step_weight: float = 1.0  # gigpo: of the comparison between steps
+
+
+@dataclass
+class FiltersConfig:
+    over_long: str = "keep"  # trajectories that hit a length limit: keep | mask (train nothing, still compared) | drop
+    zero_variance: bool = False  # leave out prompts whose trajectories all earned the same
+    dynamic_sampling: bool = False  # ... and play others in their place, until rollout.prompts remain
+    max_batches: int = 8  # dynamic_sampling: give up after so many batches for one step
 
 
 @dataclass
 class TrainConfig:
-    steps: int = 100
-    batch_sequences: int = 32  # per optimizer step, over all ranks
-    micro_batch_sequences: int = 8  # per forward pass of one rank
-    sequence_tokens: int = 32
+    steps: int = 100  # batches of rollout.prompts prompts
+    mini_batch_prompts: int | None = None  # prompts per optimizer step; default: the whole batch
+    micro_batch_tokens: int = 16384  # budget of one forward pass of one rank
+    eval_every: int = 0  # steps between evaluations; 0: only before the first step and after the last
     seed: int = 0
+
+
+@dataclass
+class WarmStartConfig:
+    """Supervised training on the environment's own demonstrations, before the first step of a new run."""
+
+    trajectories: int = 0  # 0: none
+    epochs: int = 1
+    batch: int = 64  # trajectories per optimizer step
+    lr: float = 1e-4  # decays to 0
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.epochs * -(-self.trajectories // self.batch)
 
 
 @dataclass
@@ -85,17 +229,62 @@ class RunConfig:
     dir: str = "runs"
     name: str | None = None  # default: the config's name and the time
     resume: str = "auto"  # auto: continue what is in the run directory; never; or a checkpoint folder
+    rollouts_every: int = 0  # steps between rollouts that are kept on disk; 0: none
     wandb: str = "auto"  # auto: online with a key, else offline; online; offline; disabled
+    tensorboard: bool = False  # event files into the run directory; needs the package tensorboard
 
 
 @dataclass
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    credit: CreditConfig = field(default_factory=CreditConfig)
+    filters: FiltersConfig = field(default_factory=FiltersConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def data_ranks(self) -> int:
+        """Data parallelism: what the layout leaves over."""
+        layout = self.policy.parallel
+        return self.policy.ranks // (layout.tensor * layout.pipeline * layout.context)
+
+    @property
+    def budget_tokens(self) -> int:
+        """Of a micro-batch: that of one rank, times the ranks that share its tokens."""
+        return self.train.micro_batch_tokens * self.policy.parallel.context
+
+    @property
+    def mini_batch_prompts(self) -> int:
+        return self.train.mini_batch_prompts or self.rollout.prompts
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run; it depends on prompts alone, and filters that drop prompts can only lower it."""
+        return self.train.steps * -(-self.rollout.prompts // self.mini_batch_prompts)
+
+    def context_tokens(self, arch: Architecture) -> int:
+        """Of one model call, prompt and response."""
+        return self.engine.max_model_len or arch.max_positions
+
+    def prompt_tokens(self, arch: Architecture) -> int:
+        """The most that one model call may have as prompt."""
+        if self.rollout.max_prompt_tokens is not None:
+            return self.rollout.max_prompt_tokens
+        return self.context_tokens(arch) - self.rollout.max_response_tokens
 
 
 class ConfigError(ValueError):
@@ -163,7 +352,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         name = f"{prefix}{key}"
         if name == "base":
             continue
-        if isinstance(value, dict):
+        if isinstance(value, dict) and name not in _open_keys():
             result += _leaves(value, f"{name}.")
         else:
             result.append((name, value))
@@ -212,8 +401,15 @@ def _known() -> dict[str, Any]:
     return found
 
 
+def _open_keys() -> list[str]:
+    """Those that hold keys of somebody else's choice."""
+    return [key for key, kind in _known().items() if get_origin(kind) is dict]
+
+
 def _unknown(key: str) -> str | None:
     known = _known()
+    if any(key.startswith(f"{name}.") for name in _open_keys()):
+        return None
     if key in known and not is_dataclass(known[key]):
         return None
     if key in known:
@@ -228,7 +424,7 @@ def _unknown(key: str) -> str | None:
 
 
 def _wanted(key: str) -> str:
-    kind = _known()[key]
+    kind = _known().get(key, "another value")
     return getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)
 
 
@@ -245,7 +441,9 @@ def validate(config: Config) -> list[str]:
         problems.lines.append(f"model.path: {error}")
     else:
         _check_model(config, arch, problems)
+        _check_engine(config.engine, arch, problems)
     _check_layout(config, problems)
+    _check_placement(config, problems)
     return problems.lines
 
 
@@ -260,19 +458,43 @@ class _Problems:
 
 _CHOICES = {
     "model.init": ("hf", "random"),
+    "rollout.mode": ("tokens", "chat"),
     "policy.precision": ("fp32", "bf16"),
+    "sync.backend": ("auto", "shm", "nccl", "ipc"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
+    "samples.layout": ("trie", "merge", "flat"),
+    "replay.on_conflict": ("owner", "split"),
+    "loss.kind": ("ppo_clip", "gspo", "cispo", "reinforce", "nll"),
+    "loss.normalize": ("token", "step", "trajectory", "prompt"),
+    "loss.old": ("policy", "rollout"),
+    "loss.kl_estimate": ("k2", "k3"),
+    "loss.correction": ("none", "truncate", "mask"),
+    "loss.correction_level": ("token", "step"),
     "run.wandb": ("auto", "online", "offline", "disabled"),
 }
 _AT_LEAST_ONE = (
     "policy.ranks", "policy.parallel.tensor", "policy.parallel.pipeline", "policy.parallel.virtual",
     "policy.parallel.expert", "policy.parallel.expert_tensor_size", "policy.parallel.context",
-    "train.steps", "train.batch_sequences", "train.micro_batch_sequences", "checkpoint.keep",
+    "engine.count", "engine.tensor", "engine.max_sequences", "engine.cpu_kv_gb", "sync.bucket_mb",
+    "cluster.object_store_mb",
+    "policy.head_rows", "train.steps", "train.micro_batch_tokens", "checkpoint.keep", "filters.max_batches",
+    "warm_start.epochs", "warm_start.batch",
+    "data.generated_rows", "rollout.prompts", "rollout.samples", "rollout.max_turns", "rollout.concurrency",
+    "eval.prompts", "eval.samples",
+)
+_ABOVE_ZERO = (
+    "engine.start_timeout_s", "engine.request_timeout_s", "engine.health_every_s", "engine.health_timeout_s",
+    "cluster.cpus_per_process", "cluster.timeout_s",
 )
 _NOT_NEGATIVE = (
     "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_grad",
-    "checkpoint.every_steps", "train.seed",
+    "policy.offload_layers", "policy.router_balance", "policy.router_z", "loss.clip_low", "loss.clip_high",
+    "loss.dual_clip", "loss.kl", "loss.entropy", "loss.correction_low", "checkpoint.every_steps", "train.seed",
+    "train.eval_every", "run.rollouts_every", "warm_start.trajectories", "warm_start.lr", "credit.step_weight",
+    "engine.restarts", "data.held_out", "rollout.temperature", "rollout.top_k", "eval.temperature", "eval.top_k",
 )
+_FRACTIONS = ("optimizer.offload_fraction", "replay.min_agreement", "credit.discount")
+_RECOMPUTED = ("full", "core_attn", "mlp", "moe", "moe_act", "layernorm")
 
 
 def _get(config: Config, key: str) -> Any:
@@ -288,17 +510,64 @@ def _check_values(config: Config, problems: _Problems) -> None:
         problems.check(value in choices, key, value, f"must be one of {', '.join(choices)}")
     for key in _AT_LEAST_ONE:
         problems.check(_get(config, key) >= 1, key, _get(config, key), "must be 1 or more")
+    for key in _ABOVE_ZERO:
+        problems.check(_get(config, key) > 0, key, _get(config, key), "must be more than 0")
     for key in _NOT_NEGATIVE:
         problems.check(_get(config, key) >= 0, key, _get(config, key), "must not be negative")
+    for key in _FRACTIONS:
+        problems.check(0 <= _get(config, key) <= 1, key, _get(config, key), "must lie in 0 to 1")
+    _check_recomputation(config.policy, problems)
+    _check_loss(config.loss, problems)
     betas = config.optimizer.betas
     problems.check(len(betas) == 2 and all(0 <= b < 1 for b in betas), "optimizer.betas", betas,
                    "must be two numbers of [0, 1)")
-    problems.check(config.optimizer.warmup_steps < config.train.steps, "optimizer.warmup_steps",
-                   config.optimizer.warmup_steps, f"must be less than train.steps = {config.train.steps}")
+    mini = config.train.mini_batch_prompts
+    if mini is None or mini >= 1:
+        problems.check(config.optimizer.warmup_steps < max(config.optimizer_steps, 1), "optimizer.warmup_steps",
+                       config.optimizer.warmup_steps, f"must be less than the {config.optimizer_steps} optimizer steps")
+    problems.check(mini is None or mini >= 1, "train.mini_batch_prompts", mini, "must be 1 or more")
     problems.check(config.optimizer.min_lr <= config.optimizer.lr, "optimizer.min_lr", config.optimizer.min_lr,
                    f"must not exceed optimizer.lr = {config.optimizer.lr}")
-    problems.check(config.train.sequence_tokens >= 2, "train.sequence_tokens", config.train.sequence_tokens,
-                   "must be 2 or more: one token predicts the next")
+    _check_rollout(config, problems)
+    problems.check(not config.run.tensorboard or find_spec("tensorboard") is not None, "run.tensorboard", True,
+                   "needs the package tensorboard, and it is not installed: pip install tensorboard")
+
+
+def _check_rollout(config: Config, problems: _Problems) -> None:
+    rollout = config.rollout
+    for key in ("rollout.top_p", "eval.top_p"):
+        problems.check(0 < _get(config, key) <= 1, key, _get(config, key), "must lie in (0, 1]")
+    problems.check(rollout.env_timeout_s > 0, "rollout.env_timeout_s", rollout.env_timeout_s, "must be more than 0")
+    problems.check(rollout.max_response_tokens >= 2, "rollout.max_response_tokens", rollout.max_response_tokens,
+                   "must be 2 or more: one sampled, and the end of the turn")
+    problems.check(rollout.max_prompt_tokens is None or rollout.max_prompt_tokens >= 1, "rollout.max_prompt_tokens",
+                   rollout.max_prompt_tokens, "must be 1 or more")
+
+
+def _check_recomputation(policy: PolicyConfig, problems: _Problems) -> None:
+    recompute = policy.recompute
+    problems.check(set(recompute) <= set(_RECOMPUTED), "policy.recompute", recompute,
+                   f"must be a list of {', '.join(_RECOMPUTED)}")
+    problems.check("full" not in recompute or len(recompute) == 1, "policy.recompute", recompute,
+                   "full already covers everything; write [full]")
+    problems.check("moe_act" not in recompute or _has_cuda(), "policy.recompute", recompute,
+                   "moe_act needs the grouped products of a GPU")
+    problems.check(policy.offload_layers == 0 or _has_cuda(), "policy.offload_layers", policy.offload_layers,
+                   "needs Transformer Engine, and there is no GPU here; must be 0")
+    problems.check(policy.offload_layers == 0 or not recompute, "policy.offload_layers", policy.offload_layers,
+                   "cannot go with policy.recompute; choose one")
+    problems.check(policy.offload_layers == 0 or policy.parallel.pipeline == 1, "policy.offload_layers",
+                   policy.offload_layers, "Megatron offloads activations without pipeline parallelism only")
+
+
+def _check_loss(loss: LossConfig, problems: _Problems) -> None:
+    problems.check(loss.clip_low < 1, "loss.clip_low", loss.clip_low, "must be less than 1: a ratio is not negative")
+    problems.check(loss.dual_clip == 0 or loss.dual_clip > 1, "loss.dual_clip", loss.dual_clip,
+                   "must be more than 1, or 0 for none")
+    problems.check(loss.correction_low < loss.correction_high, "loss.correction_low", loss.correction_low,
+                   f"must be less than loss.correction_high = {loss.correction_high}")
+    problems.check(loss.correction == "none" or loss.old == "policy", "loss.correction", loss.correction,
+                   "compares with the trainer's own logprobs; needs loss.old = policy")
 
 
 def _check_model(config: Config, arch: Architecture, problems: _Problems) -> None:
@@ -323,8 +592,46 @@ def _check_model(config: Config, arch: Architecture, problems: _Problems) -> Non
         problems.check(arch.layers % stages == 0, "policy.parallel.pipeline", p.pipeline,
                        f"pipeline × virtual = {stages} does not divide the model's {arch.layers} layers; "
                        "choose another or give policy.parallel.layers_per_stage")
-    problems.check(config.train.sequence_tokens <= arch.max_positions, "train.sequence_tokens",
-                   config.train.sequence_tokens, f"the model has {arch.max_positions} positions")
+    problems.check(config.policy.offload_layers < arch.layers, "policy.offload_layers", config.policy.offload_layers,
+                   f"must be less than the model's {arch.layers} layers")
+    _check_context(config, arch, problems)
+
+
+def _check_context(config: Config, arch: Architecture, problems: _Problems) -> None:
+    rollout, context = config.rollout, config.context_tokens(arch)
+    what = "engine.max_model_len is" if config.engine.max_model_len else "the model's positions are"
+    room = context - rollout.max_response_tokens
+    problems.check(room >= 1, "rollout.max_response_tokens", rollout.max_response_tokens,
+                   f"{what} {context}, and a prompt needs one")
+    problems.check(room < 1 or config.prompt_tokens(arch) <= room, "rollout.max_prompt_tokens",
+                   rollout.max_prompt_tokens, f"{what} {context}, of which a response may take "
+                   f"{rollout.max_response_tokens}; must be {room} or less")
+    longest = min(config.prompt_tokens(arch), room) + rollout.max_response_tokens
+    problems.check(config.budget_tokens >= longest, "train.micro_batch_tokens", config.train.micro_batch_tokens,
+                   f"must hold the longest model call, {longest} tokens")
+
+
+def _check_engine(engine: EngineConfig, arch: Architecture, problems: _Problems) -> None:
+    if engine.max_model_len is not None:
+        problems.check(2 <= engine.max_model_len <= arch.max_positions, "engine.max_model_len", engine.max_model_len,
+                       f"must be from 2 to the model's {arch.max_positions} positions")
+    if engine.tensor >= 1:
+        problems.check(arch.heads % engine.tensor == 0, "engine.tensor", engine.tensor,
+                       f"does not divide the model's {arch.heads} attention heads; {_divisors(arch.heads)} would")
+    problems.check(0 < engine.gpu_memory < 1, "engine.gpu_memory", engine.gpu_memory, "must lie between 0 and 1")
+
+
+def _check_placement(config: Config, problems: _Problems) -> None:
+    if not config.cluster.colocate:
+        problems.check(config.sync.backend != "ipc", "sync.backend", config.sync.backend,
+                       "hands over memory of a shared GPU; needs cluster.colocate=true")
+        return
+    problems.check(config.sync.backend != "nccl", "sync.backend", config.sync.backend,
+                   "needs a GPU on each side; with cluster.colocate=true use ipc")
+    needed = config.engine.count * config.engine.tensor
+    problems.check(needed <= config.policy.ranks, "engine.count", config.engine.count,
+                   f"engines need count × tensor = {needed} places, cluster.colocate=true offers them the "
+                   f"{config.policy.ranks} of the policy's ranks")
 
 
 def _check_experts(p: ParallelConfig, arch: Architecture, problems: _Problems) -> None:
@@ -357,21 +664,17 @@ def _check_layout(config: Config, problems: _Problems) -> None:
                    f"must be a multiple of expert × expert_tensor × pipeline = {expert}")
     problems.check(p.virtual == 1 or p.pipeline > 1, "policy.parallel.virtual", p.virtual,
                    "needs policy.parallel.pipeline > 1")
-    problems.check(p.context == 1, "policy.parallel.context", p.context,
-                   "context parallelism is not supported yet; must be 1")
-    if ranks % dense == 0 and config.train.micro_batch_sequences >= 1:
-        _check_batch(config, ranks // dense, problems)
+    if p.context > 1:
+        problems.check(config.samples.layout != "trie", "policy.parallel.context", p.context,
+                       "needs sequences that do not branch: samples.layout = merge or flat")
+        problems.check(_has_cuda(), "policy.parallel.context", p.context,
+                       "needs Transformer Engine's attention, and there is no GPU here; must be 1")
 
 
-def _check_batch(config: Config, data_ranks: int, problems: _Problems) -> None:
-    train, p = config.train, config.policy.parallel
-    unit = data_ranks * train.micro_batch_sequences
-    problems.check(train.batch_sequences % unit == 0, "train.batch_sequences", train.batch_sequences,
-                   f"must be a multiple of data-parallel ranks × micro_batch_sequences = {unit}")
-    problems.check(train.sequence_tokens % p.tensor == 0, "train.sequence_tokens", train.sequence_tokens,
-                   f"must be a multiple of policy.parallel.tensor = {p.tensor} (sequence parallelism)")
-    problems.check(p.virtual == 1 or train.batch_sequences // unit % p.pipeline == 0, "train.batch_sequences",
-                   train.batch_sequences, f"a virtual pipeline needs a multiple of {p.pipeline} micro-batches")
+def _has_cuda() -> bool:
+    import torch  # late: only this question needs it
+
+    return torch.cuda.is_available()
 
 
 def _divisors(n: int) -> str:

@@ -1,34 +1,58 @@
-"""Where metrics go: `metrics.jsonl` always, wandb beside it.
+"""Where metrics go: `metrics.jsonl` always, wandb and TensorBoard beside it; and the report of a run.
 
-    train/loss        next-token loss of the batch, mean over trained tokens, before the update
-    train/grad_norm   norm of the whole gradient before clipping
-    train/lr          learning rate of the update
-    time/step_s       seconds of the step
+What each metric means: `megastep/view/meanings.py`.
 """
 
 import json
 import os
+import re
 from pathlib import Path
+
+import yaml
+
+from megastep.samples import store
+from megastep.view import curves, page
+from megastep.view.tokens import Speller
+
+
+class ReportError(ValueError):
+    """A folder that cannot be reported on; one line."""
+
+
+# ---------------------------------------------------------------- metrics
 
 
 class MetricsLog:
     """One JSON object per step. Resuming cuts what was logged after the checkpoint, so that no step is there twice."""
 
-    def __init__(self, folder: Path, from_step: int, wandb_mode: str, config: dict):
+    def __init__(self, folder: Path, from_step: int, wandb_mode: str, config: dict, tensorboard: bool = False):
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(folder) if row["step"] <= from_step]
         self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
         self.wandb = _start_wandb(folder, wandb_mode, config)
+        self.tensorboard = _start_tensorboard(folder, from_step) if tensorboard else None
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
+        if self.tensorboard is not None:
+            for name, value in metrics.items():
+                self.tensorboard.add_scalar(name, value, step)
+            self.tensorboard.flush()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def close(self) -> None:
         if self.wandb is not None:
             self.wandb.finish()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
 
 
 def read_metrics(folder: Path) -> list[dict]:
@@ -36,7 +60,7 @@ def read_metrics(folder: Path) -> list[dict]:
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
@@ -61,3 +85,73 @@ def _start_wandb(folder: Path, mode: str, config: dict):
         resume="allow",
         settings=wandb.Settings(silent=True, console="off"),
     )
+
+
+def _start_tensorboard(folder: Path, from_step: int):
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1)  # hides what a resumed run does again
+
+
+# ---------------------------------------------------------------- the report
+
+
+def write_report(folder: Path) -> list[Path]:
+    """curves.png and report.html of a run, or of an evaluation; from whatever of it is there."""
+    rows, config = _rows(folder), _config(folder)
+    picture = curves.draw(rows)
+    text = page.render(folder.resolve().name, config, rows, picture, _played(folder, config))
+    written = {folder / "curves.png": picture, folder / "report.html": text.encode()}
+    for path, content in written.items():
+        beside = path.with_name(f"{path.name}.tmp")
+        beside.write_bytes(content)
+        os.replace(beside, path)  # who looks at the report of a running job sees a whole one
+    return list(written)
+
+
+def _rows(folder: Path) -> list[dict]:
+    if not any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+        raise ReportError(f"{folder}: not a run directory; it has neither config.yaml nor metrics.jsonl")
+    rows = read_metrics(folder)
+    evaluation = folder / "metrics.json"  # of `megastep eval`
+    if not rows and evaluation.is_file():
+        return [{"step": 0, **json.loads(evaluation.read_text())}]
+    return rows
+
+
+def _config(folder: Path) -> dict:
+    """As it was written: a model that has moved since is no reason not to show the run."""
+    path = folder / "config.yaml"
+    try:
+        found = yaml.safe_load(path.read_text()) if path.is_file() else {}
+    except yaml.YAMLError as error:
+        raise ReportError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _played(folder: Path, config: dict) -> page.Played:
+    """The last saved rollouts, those of an evaluation included."""
+    numbered = {int(found[1]): path for path in folder.glob("rollouts/step_*.safetensors")
+                if (found := re.fullmatch(r"step_(\d+)\.safetensors", path.name))}
+    path = numbered[max(numbered)] if numbered else folder / "rollouts.safetensors"
+    if not path.is_file():
+        return page.Played()
+    source = str(path.relative_to(folder))
+    try:
+        groups = store.read(path)
+    except store.StoreError as error:
+        return page.Played(source=source, problems=[str(error)])
+    speller, problems = _speller(config)
+    return page.Played(groups, source, speller, problems)
+
+
+def _speller(config: dict) -> tuple[Speller, list[str]]:
+    from megastep.rollout.renderer import RenderError, load_tokenizer
+
+    model = page.setting(config, "model", "path")
+    if model is None:
+        return Speller(), ["config.yaml names no model: tokens are shown as ids"]
+    try:
+        return Speller(load_tokenizer(model)), []
+    except RenderError as error:
+        return Speller(), [f"tokens are shown as ids: {error}"]

@@ -1,215 +1,315 @@
-"""The loop.
+"""The loop, synchronous: what is trained on was sampled by the policy as it is.
 
-    driver    run directory, ranks, progress, metrics
-    ranks     policy ← checkpoint; for each step: batch → update → save
+    start     warm start on demonstrations, once ── weights into the engines ── held-out evaluation
+    step      rollout → filter → credit, fold and pack → update → weights into the engines → evaluate → log → save
 
-The ranks train next-token prediction on walks through a hidden permutation: the table can be learned, and then
-the loss falls from ln(vocabulary) to that of the first token alone.
+`Loop.run` reads as that. `replay` is the same without engines, on rollouts from a file. What a run has said and kept is
+in its directory (rundir.py); what each metric means is said in view/meanings.py.
 """
 
+import asyncio
 import os
-import signal
-import socket
 import sys
 import time
-import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-import torch
-import torch.multiprocessing as mp
 from tqdm import tqdm
 
-from megastep.architecture import read_architecture
-from megastep.config import Config, to_yaml
-from megastep.lifetime import end_with_parent
-from megastep.policy.manifest import latest, read_manifest, refuse_other_model
-from megastep.report import MetricsLog
-from megastep.sync.convert import refuse_other_shape, rows_of
-from megastep.sync.hf_files import HFReader
-
-
-class RankError(RuntimeError):
-    """A rank failed; the message is its traceback."""
-
-
-# ---------------------------------------------------------------- driver
+from megastep.cluster import Cluster
+from megastep.config import Config, ConfigError
+from megastep.learner import Learner
+from megastep.policy.loop_state import LoopState
+from megastep.policy.manifest import latest
+from megastep.report import MetricsLog, read_metrics, write_report
+from megastep.rollout.pool import Pool, refuse_all_failed
+from megastep.rollout.task import Task
+from megastep.rundir import Run, RunError
+from megastep.samples import filters, store
+from megastep.samples.credit import check_estimator
+from megastep.samples.metrics import evaluation_metrics, filter_metrics, rollout_metrics
+from megastep.samples.packing import mini_batches
+from megastep.types import Group
 
 
 def train(config: Config, name: str) -> Path:
-    """Run the configured job and return its run directory."""
-    folder = Path(config.run.dir) / (config.run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    resume = where_to_resume(config, folder)
-    refuse_unfit_weights(config)
-    done = read_manifest(resume)["step"] if resume else 0
-    if done >= config.train.steps:
-        print(f"{folder}: has its {done} steps already; raise train.steps to go on")
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(config))
-    print(f"{folder}: " + (f"continues after step {done}" if done else "a new run"))
-    log = MetricsLog(folder, done, config.run.wandb, asdict(config))
-    first = last = None
-    with Ranks(config, folder, resume) as ranks, progress(config, done) as bar:
-        for step, metrics in ranks.results():
-            log.write(step, metrics)
-            last = metrics["train/loss"]
-            first = last if first is None else first
-            bar.set_postfix(loss=f"{last:.3f}", refresh=False)
-            bar.update()
-    log.close()
-    saved = latest(folder / "checkpoints")
-    print(f"loss {first:.3f} → {last:.3f}; metrics in {folder}/metrics.jsonl, checkpoint in {saved}")
-    python = os.path.relpath(sys.executable)
-    print(f"to use it elsewhere: {python} tools/convert_ckpt.py export {saved} HF_FOLDER")
-    return folder
+    """Run the configured job, or what is left of it, and return its run directory."""
+    refuse_untrainable(config)
+    task = Task.load(config)
+    task.eval_prompts()  # refuses a data set without held-out rows now, not after the start
+    run = Run.find(config, name)
+    if run.state.step >= config.train.steps:
+        print(f"{run.folder}: has its {run.state.step} steps already; raise train.steps to go on")
+        return run.folder
+    demonstrations = [] if run.checkpoint else task.demonstrations()
+    run.create(config)
+    print(f"{run.folder}: " + (f"continues after step {run.state.step}" if run.checkpoint else "a new run"))
+    print(f"starting {config.policy.ranks} rank(s) and {config.engine.count} engine(s); what they say is in {run.log}")
+    with MetricsLog(run.folder, run.last_row, config.run.wandb, asdict(config), config.run.tensorboard) as log:
+        with Cluster(config, log=run.log) as cluster:
+            Loop(config, task, cluster, run, log).run(demonstrations)
+    print(summary(run.folder))
+    print("to look at: " + ", ".join(map(str, write_report(run.folder))))
+    return run.folder
 
 
-def where_to_resume(config: Config, folder: Path) -> Path | None:
-    """The checkpoint to start from, checked."""
-    if config.run.resume == "never":
-        return None
-    found = latest(folder / "checkpoints") if config.run.resume == "auto" else Path(config.run.resume)
-    if found is not None:
-        ours = read_architecture(config.model.path).hf
-        refuse_other_model(found, read_manifest(found)["model"], ours)
-    return found
+def replay(config: Config, name: str, rollouts: Path) -> Path:
+    """The training half alone: a file's prompts, `rollout.prompts` at a time, each batch a step. No engine starts."""
+    refuse_untrainable(config)
+    groups = store.read(rollouts)
+    run = Run.find(config, name)
+    run.create(config)
+    step = run.state.step
+    with MetricsLog(run.folder, run.last_row, config.run.wandb, asdict(config), config.run.tensorboard) as log:
+        with Cluster(config, with_engines=False, log=run.log) as cluster:
+            learner = Learner(config, cluster.policy)
+            if run.checkpoint is not None:
+                cluster.policy.call("load", run.checkpoint)
+            for batch in tqdm(mini_batches(groups, config.rollout.prompts), "replay", unit="step", file=sys.stdout):
+                step += 1
+                kept, dropped = sift(batch, config)
+                metrics = rollout_metrics(batch) | filter_metrics(dropped, _count(batch)) | learner.learn(kept)
+                log.write(step, metrics)
+            cluster.policy.call("save", run.checkpoints, LoopState(step))
+            cluster.policy.call("finish_saving")
+    print(f"metrics in {run.folder}/metrics.jsonl, checkpoint in {latest(run.checkpoints)}")
+    return run.folder
 
 
-def refuse_unfit_weights(config: Config) -> None:
-    """Every tensor is there and has the shape that config.json gives it; only headers are read."""
-    if config.model.init != "hf":
-        return
-    reader = HFReader(config.model.path)
-    for row in rows_of(read_architecture(config.model.path)).values():
-        for name, shape in row.hf:
-            refuse_other_shape(name, reader.shape(name), shape)
+def refuse_untrainable(config: Config) -> None:
+    """What rollouts and evaluation allow and training does not."""
+    problems = []
+    estimator, over_long, rollout = config.credit.estimator, config.filters.over_long, config.rollout
+    wrong = check_estimator(estimator)
+    if wrong:
+        problems.append(f"credit.estimator = {estimator}: {wrong}")
+    if over_long not in filters.OVER_LONG:
+        problems.append(f"filters.over_long = {over_long}: must be one of {', '.join(filters.OVER_LONG)}")
+    why = "training needs logprobs of the whole distribution that was sampled from"
+    if rollout.temperature == 0:
+        problems.append(f"rollout.temperature = 0: {why}; must be more than 0")
+    if rollout.top_p < 1:
+        problems.append(f"rollout.top_p = {rollout.top_p}: {why}; must be 1")
+    if rollout.top_k > 0:
+        problems.append(f"rollout.top_k = {rollout.top_k}: {why}; must be 0")
+    if problems:
+        raise ConfigError(problems)
 
 
-def progress(config: Config, done: int) -> tqdm:
-    return tqdm(total=config.train.steps, initial=done, desc="train", unit="step", file=sys.stdout, mininterval=0.5)
+# ---------------------------------------------------------------- the loop
 
 
-class Ranks:
-    """The policy's processes. They end with the block, and with the driver if that is killed."""
+class Loop:
+    def __init__(self, config: Config, task: Task, cluster: Cluster, run: Run, log: MetricsLog):
+        self.config, self.cluster, self.run_, self.log = config, cluster, run, log
+        self.step = run.state.step
+        self.prompts, self.held_out = task.stream(), task.eval_prompts()
+        if run.state.position:
+            self.prompts.seek(run.state.position)
+        self.sampling = filters.DynamicSampling(
+            config.rollout.prompts, config.filters.max_batches, waiting=run.state.waiting
+        )
+        self.pool, self.eval_pool = task.pool(cluster.engines.generate), task.eval_pool(cluster.engines.generate)
+        self.clock = Clock()
+        self.line = LiveLine(config.train.steps, self.step)
+        self.learner = Learner(config, cluster.policy, tell=self.line.say)
 
-    def __init__(self, config: Config, folder: Path, resume: Path | None):
-        context = mp.get_context("spawn")
-        self.log = folder / "log.txt"
-        self.processes, self.pipes = [], []
-        address = f"127.0.0.1:{_free_port()}"
-        for rank in range(config.policy.ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=rank_main, args=(rank, config, folder, resume, address, sender))
-            process.start()
-            sender.close()
-            self.processes.append(process)
-            self.pipes.append(receiver)
+    def run(self, demonstrations: list[Group]) -> None:
+        with self.line:
+            self.begin(demonstrations)
+            while self.step < self.config.train.steps:
+                self.step += 1
+                self.clock.restart()
+                groups, metrics = self.collect()
+                self.cluster.engines.sleep()
+                metrics |= self.learner.learn(groups)
+                with self.clock("time/sync_s"):
+                    metrics["rollout/version"] = self.cluster.sync()
+                if self.is_due(self.config.train.eval_every):
+                    metrics |= self.evaluate()
+                metrics = self.clock.seconds() | metrics
+                self.log.write(self.step, metrics)
+                self.line.show(metrics)
+                if self.is_due(self.config.checkpoint.every_steps):
+                    self.save(self.run_.checkpoints)
+            self.cluster.policy.call("finish_saving")
 
-    def results(self):
-        """(step, metrics) of each step; ends when all ranks have ended well."""
-        open_pipes = list(self.pipes)
-        while open_pipes:
-            for pipe in wait(open_pipes):
+    def begin(self, demonstrations: list[Group]) -> None:
+        """Weights into the engines: those of the checkpoint, or fresh ones, warm-started and evaluated."""
+        metrics: dict[str, float] = {}
+        self.cluster.engines.sleep()
+        if self.step > 0:
+            self.restore()
+            self.cluster.sync()
+            return
+        if self.run_.checkpoint is not None:  # a policy to start from: one that was imported, or warm-started before
+            self.cluster.policy.call("load", self.run_.checkpoint)
+            self.learner.begin()
+        if demonstrations:
+            with self.line.stage("warm start", self.config.warm_start.optimizer_steps) as on_step:
+                metrics |= self.learner.warm_start(demonstrations, on_step)
+        if demonstrations or self.run_.checkpoint is not None:
+            self.save(self.run_.start)
+        self.cluster.sync()
+        metrics |= self.evaluate()
+        self.log.write(0, metrics)
+
+    def restore(self) -> None:
+        """The checkpoint, and before it the policy that the run began with if the loss compares with that."""
+        origin = self.run_.origin()
+        if self.config.loss.kl > 0 and origin is not None:
+            self.cluster.policy.call("load", origin)
+            self.learner.begin()
+        self.cluster.policy.call("load", self.run_.checkpoint)
+
+    def collect(self) -> tuple[list[Group], dict[str, float]]:
+        """Rollout and filters: groups to train on, and metrics of all that was played for them."""
+        played, dropped = [], []
+        while True:
+            with self.clock("time/rollout_s"):
+                groups = play(self.pool, self.prompts.take(self.config.rollout.prompts))
+            played += groups
+            kept, gone = sift(groups, self.config)
+            dropped += gone
+            if self.config.filters.dynamic_sampling:
                 try:
-                    kind, content = pipe.recv()
-                except EOFError:  # this rank has ended
-                    open_pipes.remove(pipe)
-                    self._refuse_bad_end(self.pipes.index(pipe))
-                    continue
-                if kind == "error":
-                    raise RankError(content)
-                yield content
+                    kept, gone = self.sampling.add(kept)
+                except ValueError as error:
+                    raise RunError(str(error)) from None
+                dropped += gone
+            if kept is not None:
+                break
+        if self.is_due(self.config.run.rollouts_every):
+            store.write(self.run_.rollouts(self.step), played)
+        metrics = rollout_metrics(played) | filter_metrics(dropped, _count(played))
+        return kept, metrics | {"rollout/tokens_per_s": _sampled_tokens(played) / self.clock.of("time/rollout_s")}
 
-    def _refuse_bad_end(self, rank: int) -> None:
-        self.processes[rank].join()
-        code = self.processes[rank].exitcode
-        if code != 0:
-            raise RankError(f"rank {rank} ended with exit code {code}; its output is in {self.log}")
+    def evaluate(self) -> dict[str, float]:
+        """Held-out prompts, sampled as `eval` says."""
+        with self.clock("time/eval_s"):
+            return evaluation_metrics(play(self.eval_pool, self.held_out))
 
-    def __enter__(self):
+    def save(self, root: Path) -> None:
+        state = LoopState(self.step, self.prompts.position(), self.sampling.waiting)
+        self.cluster.policy.call("save", root, state)
+
+    def is_due(self, every: int) -> bool:
+        """After the last step, and every so many."""
+        return self.step == self.config.train.steps or bool(every and self.step % every == 0)
+
+
+def play(pool: Pool, prompts: list) -> list[Group]:
+    groups = asyncio.run(pool.run(prompts))
+    refuse_all_failed(groups)
+    return groups
+
+
+def sift(groups: list[Group], config: Config) -> tuple[list[Group], list[filters.Dropped]]:
+    """What can be trained on: nothing that failed, and what the configured filters leave."""
+    settings, dropped = config.filters, []
+    for keep in (
+        filters.failed,
+        filters.finite_rewards,
+        lambda left: filters.over_long(left, settings.over_long),
+        filters.zero_variance if settings.zero_variance else lambda left: (left, []),
+    ):
+        groups, gone = keep(groups)
+        dropped += gone
+    return groups, dropped
+
+
+def _count(groups: list[Group]) -> int:
+    return sum(len(group.trajectories) for group in groups)
+
+
+def _sampled_tokens(groups: list[Group]) -> int:
+    return sum(int(s.loss_mask.sum()) for g in groups for t in g.trajectories for s in t.steps)
+
+
+# ---------------------------------------------------------------- what people see
+
+
+class Clock:
+    """Seconds of the parts of a step, under the names of their metrics, and of the whole."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self) -> None:
+        self._begun, self._parts = time.perf_counter(), {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - begun
+
+    def of(self, part: str) -> float:
+        return self._parts[part]
+
+    def seconds(self) -> dict[str, float]:
+        return self._parts | {"time/step_s": time.perf_counter() - self._begun}
+
+
+class LiveLine:
+    """One line that says how far it is and how it goes."""
+
+    def __init__(self, steps: int, done: int):
+        self.steps, self.done = steps, done
+
+    def __enter__(self) -> "LiveLine":
+        self.bar: tqdm | None = None
         return self
 
-    def __exit__(self, *_):
-        for process in self.processes:
-            if process.is_alive():
-                process.kill()
-        for process in self.processes:
-            process.join()
+    def __exit__(self, *_) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    @contextmanager
+    def stage(self, name: str, steps: int) -> Iterator:
+        """A line of its own for what comes before; yields what is to be called with the loss of each step."""
+        with _bar(name, steps) as bar:
+
+            def on_step(loss: float) -> None:
+                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+                bar.update()
+
+            yield on_step
+
+    def show(self, metrics: dict[str, float]) -> None:
+        if self.bar is None:  # not before the first step has ended: what came before is not a step's time
+            self.bar = _bar("train", self.steps, self.done)
+        held_out = f", held-out {metrics['eval/success']:.2f}" if "eval/success" in metrics else ""
+        self.bar.set_postfix_str(
+            f"reward {metrics['reward/mean']:.2f}, success {metrics['reward/success']:.2f}{held_out}, "
+            f"{metrics['rollout/tokens_per_s']:.0f} tokens/s", refresh=False,
+        )
+        self.bar.update()
+
+    def say(self, text: str) -> None:
+        tqdm.write(text)
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def _bar(name: str, total: int, done: int = 0) -> tqdm:
+    return tqdm(total=total, initial=done, desc=name, unit="step", file=sys.stdout, dynamic_ncols=True, mininterval=0.5)
 
 
-# ---------------------------------------------------------------- one rank
-
-
-def rank_main(rank: int, config: Config, folder: Path, resume: Path | None, address: str, results: Connection) -> None:
-    os.environ["LOCAL_RANK"] = str(rank)  # which GPU: all ranks are on this machine
-    _end_with_driver()
-    _send_output_to(folder / "log.txt")
-    try:
-        run_rank(rank, config, folder, resume, address, results)
-    except BaseException:
-        results.send(("error", f"rank {rank}:\n{traceback.format_exc()}"))
-        raise
-
-
-def run_rank(rank: int, config: Config, folder: Path, resume: Path | None, address: str, results: Connection) -> None:
-    from megastep.policy import parallel
-    from megastep.policy.worker import PolicyWorker
-
-    parallel.start(config.policy.parallel, rank, config.policy.ranks, address)
-    policy = PolicyWorker(config)
-    if resume:
-        policy.load(resume)
-    data = Walks(policy.arch.vocab, config.train.seed)
-    while policy.step < config.train.steps:
-        begin = time.perf_counter()
-        batch = data.batch(policy.step, config.train.batch_sequences, config.train.sequence_tokens)
-        metrics = {f"train/{key}": value for key, value in policy.train_step(batch).items()}
-        metrics["time/step_s"] = time.perf_counter() - begin
-        if rank == 0:
-            results.send(("step", (policy.step, metrics)))
-        every = config.checkpoint.every_steps
-        if policy.step == config.train.steps or (every and policy.step % every == 0):
-            policy.save(folder / "checkpoints")
-    policy.finish_saving()
-    parallel.stop()
-
-
-class Walks:
-    """Sequences that follow one hidden permutation of the vocabulary, each from a random start."""
-
-    def __init__(self, vocab: int, seed: int):
-        self.vocab, self.seed = vocab, seed
-        self.next = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))
-
-    def batch(self, step: int, sequences: int, length: int) -> torch.Tensor:
-        """tokens [sequences, length]; depends on nothing but the seed and the step."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step + 1)
-        token = torch.randint(self.vocab, (sequences,), generator=generator)
-        tokens = [token]
-        for _ in range(length - 1):
-            token = self.next[token]
-            tokens.append(token)
-        return torch.stack(tokens, dim=1)
-
-
-def _send_output_to(path: Path) -> None:
-    """Megatron's and torch's chatter goes to the log, file descriptors included."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-
-
-def _end_with_driver() -> None:
-    """Ctrl-C is the driver's to handle, and a killed driver must not leave ranks behind."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
+def summary(folder: Path) -> str:
+    """The first and the last of what matters, and where the rest is."""
+    rows = read_metrics(folder)
+    shown = {"held-out success": "eval/success", "reward": "reward/mean", "turns": "rollout/turns_mean",
+             "response tokens": "rollout/response_tokens_mean", "mismatch, at most": "mismatch/max_abs",
+             "tokens/s": "rollout/tokens_per_s", "seconds per step": "time/step_s"}
+    lines = [f"{'':<18}{'first':>11}{'last':>11}"]
+    for title, name in shown.items():
+        values = [row[name] for row in rows if name in row]
+        if values:
+            lines.append(f"{title:<18}{values[0]:>11.3g}{values[-1]:>11.3g}")
+    saved = latest(folder / "checkpoints")
+    python = os.path.relpath(sys.executable)
+    return "\n".join([
+        *lines, f"metrics in {folder}/metrics.jsonl, checkpoint in {saved}",
+        f"to use it elsewhere: {python} tools/convert_ckpt.py export {saved} HF_FOLDER",
+    ])

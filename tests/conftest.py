@@ -1,6 +1,7 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks and tests share the cores
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # see megastep/policy/cpu.py; torch reads it once
 os.environ["WANDB_MODE"] = "offline"
 
 import pytest
@@ -37,3 +38,14 @@ def models(tmp_path_factory):
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def rollouts(models, tmp_path_factory):
+    """Two real engines and two policy ranks on a Ray of their own, started once."""
+    from megastep.cluster import Cluster
+    from tests.engines import Rollouts, small_cluster
+
+    log = tmp_path_factory.mktemp("cluster") / "log.txt"
+    with Cluster(small_cluster(models("qwen3_moe")[0]), log=log) as cluster:
+        yield Rollouts(cluster)

@@ -48,7 +48,7 @@ def test_resolved_config_reads_back(tmp_path):
     [
         ("policy.parallel.tenser=2", "policy.parallel.tenser: unknown key; did you mean policy.parallel.tensor?"),
         ("lr=1", "lr: unknown key; did you mean optimizer.lr?"),
-        ("qwertz=1", "qwertz: unknown key; known sections: model, policy, optimizer, train, checkpoint, run"),
+        ("qwertz=1", "qwertz: unknown key; known sections: model, data, env, rollout, eval, policy, engine, sync"),
         ("policy.parallel=2", "policy.parallel: is a section"),
         ("train.steps=many", "train.steps = 'many': wrong type, int is needed"),
         ("train.steps=1.5", "train.steps = 1.5: wrong type, int is needed"),
@@ -58,7 +58,10 @@ def test_resolved_config_reads_back(tmp_path):
         ("train.steps=0", "train.steps = 0: must be 1 or more"),
         ("optimizer.lr=-1", "optimizer.lr = -1.0: must not be negative"),
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: must be two numbers of [0, 1)"),
-        ("optimizer.warmup_steps=60", "optimizer.warmup_steps = 60: must be less than train.steps = 60"),
+        ("train.steps=2", "optimizer.warmup_steps = 5: must be less than the 4 optimizer steps"),
+        ("train.mini_batch_prompts=0", "train.mini_batch_prompts = 0: must be 1 or more"),
+        ("credit.discount=2", "credit.discount = 2.0: must lie in 0 to 1"),
+        ("warm_start.trajectories=-1", "warm_start.trajectories = -1: must not be negative"),
         ("policy.parallel.tensor=3", "policy.parallel.tensor = 3: does not divide the model's 4 attention heads"),
         ("policy.parallel.tensor=4", "policy.parallel.tensor = 4: does not divide the model's 2 key/value heads"),
         ("policy.parallel.expert=3", "policy.parallel.expert = 3: does not divide the model's 8 experts; 1, 2, 4, 8"),
@@ -66,10 +69,36 @@ def test_resolved_config_reads_back(tmp_path):
         ("policy.parallel.layers_per_stage=[3]", "adds up to 3, the model has 2 layers"),
         ("policy.parallel.virtual=2", "policy.parallel.virtual = 2: needs policy.parallel.pipeline > 1"),
         ("policy.ranks=3", "policy.ranks = 3: must be a multiple of expert × expert_tensor × pipeline = 2"),
-        ("policy.parallel.context=2", "policy.parallel.context = 2: context parallelism is not supported yet"),
-        ("train.batch_sequences=63", "train.batch_sequences = 63: must be a multiple of data-parallel ranks"),
-        ("train.sequence_tokens=513", "train.sequence_tokens = 513: the model has 512 positions"),
+        ("policy.parallel.context=2", "policy.parallel.context = 2: needs sequences that do not branch"),
+        ("train.micro_batch_tokens=31", "train.micro_batch_tokens = 31: must hold the longest model call, 129 tokens"),
+        ("policy.recompute=[full,moe]", "policy.recompute = ['full', 'moe']: full already covers everything"),
+        ("policy.recompute=[all]", "policy.recompute = ['all']: must be a list of full, core_attn"),
+        ("policy.offload_layers=-1", "policy.offload_layers = -1: must not be negative"),
+        ("loss.kind=ppo", "loss.kind = ppo: must be one of ppo_clip, gspo, cispo, reinforce, nll"),
+        ("loss.dual_clip=0.5", "loss.dual_clip = 0.5: must be more than 1"),
+        ("loss.clip_low=1.2", "loss.clip_low = 1.2: must be less than 1"),
+        ("loss.correction_low=3", "loss.correction_low = 3.0: must be less than loss.correction_high = 2.0"),
+        ("replay.min_agreement=2", "replay.min_agreement = 2.0: must lie in 0 to 1"),
+        ("samples.layout=tree", "samples.layout = tree: must be one of trie, merge, flat"),
+        ("engine.count=0", "engine.count = 0: must be 1 or more"),
+        ("engine.tensor=3", "engine.tensor = 3: does not divide the model's 4 attention heads"),
+        ("engine.max_model_len=513", "engine.max_model_len = 513: must be from 2 to the model's 512 positions"),
+        ("engine.gpu_memory=1.5", "engine.gpu_memory = 1.5: must lie between 0 and 1"),
+        ("engine.request_timeout_s=0", "engine.request_timeout_s = 0: must be more than 0"),
+        ("sync.backend=disk", "sync.backend = disk: must be one of auto, shm, nccl, ipc"),
+        ("sync.backend=ipc", "sync.backend = ipc: hands over memory of a shared GPU; needs cluster.colocate=true"),
+        ("cluster.cpus_per_process=-1", "cluster.cpus_per_process = -1.0: must be more than 0"),
         ("model.path=nowhere", "model.path: nowhere: no such folder"),
+        ("rollout.mode=text", "rollout.mode = text: must be one of tokens, chat"),
+        ("rollout.top_p=0", "rollout.top_p = 0.0: must lie in (0, 1]"),
+        ("eval.samples=0", "eval.samples = 0: must be 1 or more"),
+        ("rollout.env_timeout_s=0", "rollout.env_timeout_s = 0.0: must be more than 0"),
+        ("rollout.max_response_tokens=1", "rollout.max_response_tokens = 1: must be 2 or more"),
+        ("rollout.max_response_tokens=512", "rollout.max_response_tokens = 512: engine.max_model_len is 256"),
+        ("rollout.max_prompt_tokens=300", "rollout.max_prompt_tokens = 300: engine.max_model_len is 256, of which"),
+        ("engine.max_model_len=9", "rollout.max_response_tokens = 9: engine.max_model_len is 9, and a prompt"),
+        ("env.option.x=1", "env.option.x: unknown key; did you mean env.options?"),
+        ("rollout.template=x", "rollout.template = 'x': wrong type, dict[str, typing.Any] is needed"),
         ("run.wandb=maybe", "run.wandb = maybe: must be one of auto, online, offline, disabled"),
     ],
 )
@@ -80,6 +109,22 @@ def test_each_mistake_has_its_line(override, message):
 def test_expert_gradients_would_be_summed_over_the_wrong_ranks():
     found = problems("policy.parallel.expert=1", "policy.parallel.tensor=2", "policy.parallel.expert_tensor=1")
     assert found == ["policy.parallel.expert_tensor = 1: must be the tensor size 2 while policy.parallel.expert = 1"]
+
+
+def test_options_of_others_may_have_any_name(tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text(f"base: {Path(LOCAL).resolve()}\nenv: {{name: sql, options: {{databases: here, a: {{b: 1}}}}}}\n")
+    config = load(base, ["env.options.query_timeout_s=2", "rollout.template.enable_thinking=false"])
+    assert config.env.options == {"databases": "here", "a": {"b": 1}, "query_timeout_s": 2}
+    assert config.rollout.template == {"enable_thinking": False}
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load(tmp_path / "config.yaml") == config
+
+
+def test_colocated_engines_need_the_places_of_ranks():
+    found = problems("cluster.colocate=true", "engine.count=3")
+    assert found == ["engine.count = 3: engines need count × tensor = 3 places, cluster.colocate=true offers them "
+                     "the 2 of the policy's ranks"]
 
 
 def test_all_problems_at_once(tmp_path):
@@ -139,9 +184,18 @@ def test_exit_code_2_without_traceback_or_process(capsys, monkeypatch):
     assert len(errors) >= 2 and all(line.startswith("error: ") for line in errors)
 
 
+def test_overrides_may_follow_an_option(capsys):
+    assert cli.main(["rollout", LOCAL, "rollout.sample=1", "--out", "x", "rollout.prompt=1"]) == 2
+    errors = capsys.readouterr().err
+    assert "did you mean rollout.samples?" in errors and "did you mean rollout.prompts?" in errors
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", LOCAL, "--fast", "train.steps=1"])
+    assert ended.value.code == 2 and "unrecognized arguments: --fast" in capsys.readouterr().err
+
+
 def test_weights_that_are_not_there(capsys):
     assert cli.main(["train", LOCAL, "model.init=hf"]) == 2
-    assert "error: configs/models/tiny-qwen3-moe: no weights; model.safetensors or" in capsys.readouterr().err
+    assert "error: configs/models/chase: no weights; model.safetensors or" in capsys.readouterr().err
 
 
 def test_help_is_fast_and_imports_no_torch():

@@ -7,9 +7,10 @@ from pathlib import Path
 LAYERS = [
     ("architecture", "types", "config", "lifetime"),
     ("samples",),
-    ("rollout", "policy", "sync"),
-    ("report", "cluster"),
-    ("train", "cli", "__main__"),
+    ("rollout", "envs", "policy", "sync"),
+    ("view",),
+    ("report", "cluster", "rundir"),
+    ("learner", "train", "collect", "cli", "__main__"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MEGATRON_STATE_READER = "policy/parallel.py"

@@ -1,0 +1,107 @@
+"""The run directory: where a run keeps what it has, and where it goes on.
+
+    runs/NAME/config.yaml     as resolved
+              metrics.jsonl   a line per step; step 0 is before the first
+              log.txt         what Ray's actors, vLLM and Megatron say
+              start/step_0/   the policy after the warm start, which is also the reference of the KL
+              checkpoints/step_N/
+              rollouts/step_N.safetensors     with run.rollouts_every
+              wandb/
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megastep.architecture import read_architecture
+from megastep.config import Config, to_yaml
+from megastep.policy.loop_state import LoopState
+from megastep.policy.manifest import CheckpointError, latest, read_manifest, refuse_other_model
+from megastep.sync.convert import refuse_other_shape, rows_of
+from megastep.sync.hf_files import HFReader
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on; the message says why, in one line."""
+
+
+@dataclass
+class Run:
+    folder: Path
+    checkpoint: Path | None  # to go on from; None: a new run
+    state: LoopState
+
+    @classmethod
+    def find(cls, config: Config, name: str) -> "Run":
+        folder = Path(config.run.dir) / (config.run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        checkpoint = where_to_resume(config, folder)
+        if checkpoint is None:
+            refuse_unfit_weights(config)
+        state = LoopState.read(checkpoint) if checkpoint else LoopState(step=0)
+        refuse_newer(folder, state.step)
+        return cls(folder, checkpoint, state)
+
+    def create(self, config: Config) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.yaml").write_text(to_yaml(config))
+        except OSError as error:
+            raise RunError(f"{self.folder}: cannot be written ({error.strerror})") from None
+
+    @property
+    def last_row(self) -> int:
+        """The last step whose metrics stand; a run that begins writes its step 0 itself."""
+        return self.state.step or -1
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def start(self) -> Path:
+        return self.folder / "start"
+
+    def origin(self) -> Path | None:
+        """Where the run that the checkpoint belongs to began."""
+        found = self.checkpoint.parent.parent / "start" / "step_0" if self.checkpoint else None
+        return found if found is not None and found.is_dir() else None
+
+    def rollouts(self, step: int) -> Path:
+        folder = self.folder / "rollouts"
+        folder.mkdir(exist_ok=True)
+        return folder / f"step_{step}.safetensors"
+
+
+def refuse_newer(folder: Path, step: int) -> None:
+    """Checkpoints of a run that began elsewhere would be taken for its own, and its own be removed as older ones."""
+    newest = latest(folder / "checkpoints")
+    if newest is not None and read_manifest(newest)["step"] > step:
+        raise CheckpointError(f"{newest}: is ahead of step {step}, where run.resume lets this run begin; give another "
+                              "run.name, or run.resume=auto to go on from it")
+
+
+def where_to_resume(config: Config, folder: Path) -> Path | None:
+    """The checkpoint to start from, checked."""
+    if config.run.resume == "never":
+        return None
+    found = Path(config.run.resume)
+    if config.run.resume == "auto":
+        found = latest(folder / "checkpoints") or latest(folder / "start")
+    if found is not None:
+        ours = read_architecture(config.model.path).hf
+        refuse_other_model(found, read_manifest(found)["model"], ours)
+    return found
+
+
+def refuse_unfit_weights(config: Config) -> None:
+    """Every tensor is there and has the shape that config.json gives it; only headers are read."""
+    if config.model.init != "hf":
+        return
+    reader = HFReader(config.model.path)
+    for row in rows_of(read_architecture(config.model.path)).values():
+        for name, shape in row.hf:
+            refuse_other_shape(name, reader.shape(name), shape)
