@@ -270,11 +270,11 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
-        normed = x.float() * scale
-        d_weight = (grad.float() * normed).flatten(0, -2).sum(0)
-        d_normed = grad.float() * weight
-        inner = (d_normed * normed).mean(-1, keepdim=True)
-        return (d_normed - normed * inner).mul_(scale).to(x.dtype), d_weight.to(weight.dtype), None
+        grad, normed = grad.float(), x.float() * scale
+        product = (grad * normed).flatten(0, -2)
+        inner = (product @ weight.float() / x.shape[-1]).view(scale.shape)
+        d_x = (grad * weight).addcmul_(normed, inner, value=-1).mul_(scale)
+        return d_x.to(x.dtype), product.sum(0).to(weight.dtype), None
 
 
 def _rope(arch: Architecture) -> tuple[torch.Tensor, float | None]:

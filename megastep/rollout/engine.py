@@ -89,7 +89,7 @@ class Engine:
             raise ValueError(str(error)) from None
         finally:
             self.running.remove(call)
-        return _generation(output.outputs[0], call, routing_start)
+        return _generation(output, call, routing_start)
 
     async def _answer(self, call: Running, prompt_ids: np.ndarray, params, name: str):
         """As `AsyncLLM.generate`, but saying under which id vLLM has the request."""
@@ -246,7 +246,8 @@ def _sampling_params(sampling: Sampling, routing_start: int):
     )
 
 
-def _generation(output, call: Running, routing_start: int) -> Generation:
+def _generation(answer, call: Running, routing_start: int) -> Generation:
+    output = answer.outputs[0]
     ids = np.asarray(output.token_ids, np.int32)
     routing = output.routed_experts
     if routing is not None and routing.dtype != np.uint8:
@@ -258,6 +259,7 @@ def _generation(output, call: Running, routing_start: int) -> Generation:
         finish=output.finish_reason,
         routing=routing,
         routing_start=routing_start,
+        cached_tokens=answer.num_cached_tokens or 0,
     )
 
 

@@ -26,6 +26,7 @@ class Generation:
     finish: str  # stop | length | abort
     routing: np.ndarray | None = None  # [n, L, K] u8 or i16: experts of the tokens routing_start, ...
     routing_start: int = 0
+    cached_tokens: int = 0  # of the prompt, that the engine did not compute again
 
 
 class Generate(Protocol):
