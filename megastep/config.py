@@ -119,7 +119,7 @@ class EngineConfig:
 @dataclass
 class SyncConfig:
     backend: str = "auto"  # auto: shm without GPU, else ipc where colocated and nccl apart
-    bucket_mb: int = 256  # weights on their way at a time; a larger tensor goes alone
+    bucket_mb: int = 64  # weights on their way at a time; a larger tensor goes alone
     verify: bool = False  # compare checksums at both ends
 
     def backend_for(self, has_gpu: bool, colocate: bool) -> str:

@@ -98,8 +98,8 @@ def corrupt_next_push(rank) -> None:
 
     route, fill = rank.sender._route, rank.sender._route._fill
 
-    def fill_badly(bucket, start, local, sums):
-        fill(bucket, start, local, sums)
+    def fill_badly(bucket, start, sums):
+        fill(bucket, start, sums)
         if parallel.place().rank == 0:
             route.memory[start + 1000] += 1
 

@@ -1,6 +1,7 @@
 """The main job through the command line: Ray, vLLM and Megatron, learning, being killed, going on."""
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -331,15 +332,55 @@ def test_an_environment_that_always_raises_ends_the_run(tmp_path):
     wait_for(lambda: not left(family), 60)
 
 
-@pytest.mark.parametrize("phase", ["start", "steps"])
+FEW = ("rollout.prompts=2", "rollout.samples=2", "train.mini_batch_prompts=2", "eval.prompts=1", "eval.samples=1",
+       "checkpoint.every_steps=1")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(small_disk):
+    process = begin(megastep("train", small_disk, "full", *BARE, *FEW, "train.steps=1000"))
+    try:
+        checkpoints = small_disk / "full" / "checkpoints"
+        wait_for(lambda: latest(checkpoints) is not None or process.poll() is not None, 400)
+        family = descendants(process.pid)
+        fill(small_disk / "others")
+        _, errors = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 1 and "Traceback" not in errors, errors[-3000:]
+    (line,) = [line for line in errors.splitlines() if line]
+    assert line.startswith(f"error: {small_disk}/full/") and line.endswith("(No space left on device)")
+    wait_for(lambda: not left(family), 60)
+    saved = latest(checkpoints)
+    assert saved is not None and read_manifest(saved)["step"] == int(saved.name.removeprefix("step_"))
+
+
+def fill(path) -> None:
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.mark.parametrize("phase", ["start", "warm start", "steps"])
 def test_interrupt_leaves_no_process_and_the_last_checkpoint(phase, tmp_path):
     """Ctrl-C reaches every process of the terminal's foreground group."""
-    few = ("rollout.prompts=2", "rollout.samples=2", "train.mini_batch_prompts=2", "eval.prompts=1", "eval.samples=1")
-    process = begin(megastep("train", tmp_path, "stopped", *BARE, *few, "checkpoint.every_steps=1"))
+    process = begin(megastep("train", tmp_path, "stopped", *(() if phase == "warm start" else BARE), *FEW))
     checkpoints = tmp_path / "stopped" / "checkpoints"
     try:
         if phase == "start":
             wait_for(lambda: [p for p in alive(descendants(process.pid)) if "ray::" in p], 200)
+        elif phase == "warm start":
+            next(line for line in process.stdout if line.startswith("warm start:"))
         else:
             wait_for(lambda: latest(checkpoints) is not None or process.poll() is not None, 400)
         family = descendants(process.pid)
@@ -350,6 +391,6 @@ def test_interrupt_leaves_no_process_and_the_last_checkpoint(phase, tmp_path):
     assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors, errors[-3000:]
     wait_for(lambda: not left(family), 60)
     saved = latest(checkpoints)
-    assert (saved is None) == (phase == "start")
+    assert (saved is None) == (phase != "steps")
     if saved is not None:
         assert read_manifest(saved)["step"] == int(saved.name.removeprefix("step_"))

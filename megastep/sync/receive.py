@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from megastep.sync import segment
 from megastep.sync.checksum import checksum
@@ -33,9 +33,10 @@ class Checked:
 
     def start_weight_update(self) -> None:
         self.checksums: dict[str, int] = {}
-        if self.device.type == "cpu":
-            _forget_packed_experts(self.model)
+        self._packed: list[PackedExperts] = []
         initialize_layerwise_reload(self.model)
+        if self.device.type == "cpu":
+            self._packed = reload_packed_experts(self.model)
         self._load_weights = self.model.load_weights
         self.model.load_weights = self._load  # every backend ends there
 
@@ -49,6 +50,7 @@ class Checked:
         del self.model.load_weights  # the class's own again
         head = self._tied_head()
         missing = [name for name, layer in self.model.named_modules() if layer is not head and _got_nothing(layer)]
+        missing += [experts.layer.layer_name for experts in self._packed if not experts.finish()]
         if missing:  # vLLM would go on with the old weights and a line in its log
             raise ValueError(f"no weights came for {len(missing)} layers, such as {missing[0]}")
         finalize_layerwise_reload(self.model, self.model_config)
@@ -66,13 +68,64 @@ def _got_nothing(layer: torch.nn.Module) -> bool:
     return info.can_load() and info.load_numel == 0 and any(True for _ in layer.parameters(recurse=False))
 
 
-def _forget_packed_experts(model: torch.nn.Module) -> None:
-    """On a CPU vLLM packs expert weights when it makes their kernel, and only then: with the kernel of the old weights
-    in place an update would leave the experts as they were."""
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod):
-            method.moe_kernel = None
+# ---------------------------------------------------------------- experts on a CPU
+
+
+class PackedExperts:
+    """One layer's experts, which vLLM keeps packed on a CPU. Its reload would copy each three times: into a fresh
+    layer, into a packed one, into place. Here each is packed from where it lies into place."""
+
+    def __init__(self, layer: torch.nn.Module):
+        self.layer = layer
+        self.isa = layer.quant_method.moe_kernel.fused_experts.isa
+        self.arrived: set[tuple[str, int]] = set()
+        _place_kernel_tensors(layer, get_layerwise_info(layer))
+        get_layerwise_info(layer).reset()  # vLLM's own reload has nothing to do here
+        self.loaders = [(param, param.weight_loader) for param in (layer.w13_weight, layer.w2_weight)]
+        for param, _ in self.loaders:
+            param.weight_loader = self.load
+
+    @staticmethod
+    def can_take(layer: torch.nn.Module) -> bool:
+        """Whole experts, packed as they are: neither cut over processes nor padded, and without biases."""
+        config, experts = layer.moe_config, layer.quant_method.moe_kernel.fused_experts
+        parallel = config.moe_parallel_config
+        padded = experts._padded_intermediate_size(config) != config.intermediate_size_per_partition
+        cut = parallel.tp_size > 1 or parallel.ep_size > 1
+        return not (cut or padded or config.has_bias or experts._use_zentorch)
+
+    def load(self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False) -> bool:
+        """As vLLM calls it for each HF tensor. w1 and w3, gate and up, are the halves of w13; packing goes by blocks of
+        rows, so each half is packed for itself."""
+        rows = len(loaded_weight)
+        first = rows if shard_id == "w3" else 0
+        place = param.data[expert_id, first : first + rows].unsqueeze(0)
+        torch.ops._C.prepack_moe_weight(loaded_weight.unsqueeze(0), place, self.isa)
+        self.arrived.add((shard_id, expert_id))
+        return True
+
+    def finish(self) -> bool:
+        """Did everything come?"""
+        for param, loader in self.loaders:
+            param.weight_loader = loader
+        return len(self.arrived) == 3 * len(self.layer.w2_weight)
+
+
+def reload_packed_experts(model: torch.nn.Module) -> list[PackedExperts]:
+    """The layers that are packed in place. Others are left to vLLM, which packs expert weights when it makes their
+    kernel, and only then: with the kernel of the old weights an update would leave the experts as they were."""
+    packed = []
+    for layer in model.modules():
+        if not isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
+            continue
+        if PackedExperts.can_take(layer):
+            packed.append(PackedExperts(layer))
+        else:
+            layer.quant_method.moe_kernel = None
+    return packed
+
+
+# ---------------------------------------------------------------- backends
 
 
 @dataclass

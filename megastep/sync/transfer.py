@@ -150,8 +150,8 @@ class ShmRoute:
     def __init__(self, sender: Sender, engines: Engines):
         self.sender, self.arch = sender, sender.arch
         self.place = parallel.place()
-        local = local_cuts(sender.chunks, self.arch)
-        self.holders = find_holders(local)
+        self.local = local_cuts(sender.chunks, self.arch)
+        self.holders = find_holders(self.local)
         rows = buckets_of(self.arch, self.holders, sender.sync.bucket_mb << 20)
         self.buckets = [_lay_out(bucket, self.holders) for bucket in rows]
         self.half = max(bucket.nbytes for bucket in self.buckets)
@@ -173,7 +173,7 @@ class ShmRoute:
 
     def send(self, engines: Engines) -> dict[str, int] | None:
         """The checksums of what was sent, on rank 0, if they are wanted."""
-        local, sums = local_cuts(self.sender.chunks, self.arch), {}
+        sums: dict[str, int] = {}
         loading: list = [None, None]  # by half: calls of the engines that read it
         if self.place.rank == 0:
             engines.start_weight_update()
@@ -182,7 +182,7 @@ class ShmRoute:
             if loading[half]:
                 engines.collect(loading[half])
             dist.barrier()  # the half is free
-            self._fill(bucket, half * self.half, local, sums)
+            self._fill(bucket, half * self.half, sums)
             dist.barrier()  # all ranks have written
             if self.place.rank == 0:
                 loading[half] = engines.submit("update_weights", _describe(bucket, half * self.half))
@@ -192,13 +192,13 @@ class ShmRoute:
             engines.finish_weight_update()
         return _sum_over_ranks(sums) if self.sender.sync.verify else None
 
-    def _fill(self, bucket: Bucket, start: int, local: dict[str, Tensor], sums: dict[str, int]) -> None:
+    def _fill(self, bucket: Bucket, start: int, sums: dict[str, int]) -> None:
         for index, row in enumerate(bucket.rows):
             cut, _ = cut_of(row, self.place)
             cuts = holders_needed(row, self.holders)
-            if row.megatron not in local or not self._is_mine(cuts[cut if row.form.axis is not None else 0], index):
+            if row.megatron not in self.local or not self._is_mine(cuts[cut if row.form.axis is not None else 0], index):
                 continue
-            for piece in pieces_of(row, local[row.megatron], self.arch, cut):
+            for piece in pieces_of(row, self.local[row.megatron], self.arch, cut):
                 slot = bucket.slots[piece.name]
                 piece.into(_view(self.memory, slot, start))
                 if self.sender.sync.verify:
