@@ -5,6 +5,9 @@ Exit codes: 0 done, 1 a failure (with its traceback), 2 a mistake in the config 
 """
 
 import argparse
+import errno
+import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -127,17 +130,25 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
         return _fail(str(error))
     except RayActorError:
         return _fail("a rank of the policy died; what it said is in the run's log.txt")
-    except (OSError, RayTaskError) as error:
-        cause = getattr(error, "cause", error)
-        if isinstance(cause, TrainingError):
-            return _fail(str(cause))
-        if not isinstance(cause, OSError) or cause.filename is None:
-            raise
-        return _fail(f"{cause.filename}: cannot be written or read ({cause.strerror})")
     except KeyboardInterrupt:
         print(f"\ninterrupted{if_interrupted}", file=sys.stderr)
         return 130
+    except Exception as error:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        reason = str(cause) if isinstance(cause, TrainingError) else _trouble_with_files(cause, config.run.dir)
+        if reason is None:
+            raise
+        return _fail(reason)
     return 0
+
+
+def _trouble_with_files(error: Exception, folder: str) -> str | None:
+    """A line for what the disk did; libraries do not always say that it is full."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename2 or error.filename}: cannot be written or read ({error.strerror})"
+    if Path(folder).is_dir() and shutil.disk_usage(folder).free < 1 << 20:
+        return f"{folder}: cannot be written ({os.strerror(errno.ENOSPC)})"
+    return None
 
 
 def _fail(reason: str) -> int:
