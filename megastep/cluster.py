@@ -68,9 +68,10 @@ class Cluster:
     # ------------------------------------------------------------ weights
 
     def sync(self) -> int:
-        """Push the policy's weights to every engine; returns their version. Calls in flight are frozen meanwhile."""
+        """Push the policy's weights to every engine; returns their version. Calls in flight are frozen meanwhile, or
+        have ended before (async.finish_calls)."""
         with self._pushing:
-            self.engines.pause()
+            self.engines.pause(self.config.asynchronous.finish_calls)
             self.engines.wake("weights")
             version = self.policy.push(self.engines.serving())
             self.engines.wake("kv_cache")

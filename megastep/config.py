@@ -8,7 +8,7 @@ Nothing derived is ever written back: what follows from the values is computed w
 """
 
 import difflib
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_origin
@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megastep.architecture import VOCAB_MULTIPLE, Architecture, ArchitectureError, read_architecture
 
 REQUIRED = "???"  # OmegaConf's mark for "must be given"
+_ASYNC, _FIELD = "async", "asynchronous"  # the section, and its field: Python keeps the word for itself
 
 
 @dataclass
@@ -138,6 +139,17 @@ class ClusterConfig:
 
 
 @dataclass
+class AsyncConfig:
+    """Written `async` in configs. Episodes go on while training works."""
+
+    # How many batches ahead of training prompts may begin; 0: synchronous, 0.5: half a batch. No trained token is more
+    # versions old than that, rounded up; a version is a policy that the engines have had.
+    max_staleness: float = 0.0
+    on_stale: str = "wait"  # a group that would become too old: wait for it, or drop it
+    finish_calls: bool = False  # model calls end before new weights come; else they go on under the new ones
+
+
+@dataclass
 class OptimizerConfig:
     lr: float = 1e-6
     schedule: str = "constant"  # constant | linear | cosine, after the warm-up
@@ -173,7 +185,7 @@ class LossConfig:
     kl: float = 0.0  # coefficient of the KL to the reference, the initial model
     kl_estimate: str = "k3"  # k2 | k3
     entropy: float = 0.0  # coefficient of the entropy bonus
-    correction: str = "none"  # of the rollout's logprobs: none | truncate | mask
+    correction: str = "auto"  # of the rollout's logprobs: none | truncate | mask; auto: truncate if asynchronous
     correction_level: str = "token"  # token | step
     correction_low: float = 0.5  # mask: importance below it
     correction_high: float = 2.0  # truncate, mask: importance above it
@@ -245,6 +257,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    asynchronous: AsyncConfig = field(default_factory=AsyncConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
@@ -266,6 +279,13 @@ class Config:
     def budget_tokens(self) -> int:
         """Of a micro-batch: that of one rank, times the ranks that share its tokens."""
         return self.train.micro_batch_tokens * self.policy.parallel.context
+
+    @property
+    def policy_loss(self) -> LossConfig:
+        """The loss with its correction decided."""
+        stale = self.asynchronous.max_staleness > 0 and self.loss.old == "policy"
+        decided = ("truncate" if stale else "none") if self.loss.correction == "auto" else self.loss.correction
+        return replace(self.loss, correction=decided)
 
     @property
     def mini_batch_prompts(self) -> int:
@@ -300,7 +320,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     problems: list[str] = []
     config = OmegaConf.structured(Config)
     for source in _chain(Path(path)):
-        _apply(config, _leaves(_read_yaml(source)), f"{source}: ", problems)
+        _apply(config, _leaves(_rename(_read_yaml(source))), f"{source}: ", problems)
     _apply(config, _parse_overrides(overrides, problems), "", problems)
     missing = sorted(OmegaConf.missing_keys(config))
     problems += [f"{key}: must be given" for key in missing]
@@ -309,12 +329,12 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
         result = OmegaConf.to_object(config)
         problems += validate(result)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([problem.replace(f"{_FIELD}.", f"{_ASYNC}.") for problem in problems])
     return result
 
 
 def to_yaml(config: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.structured(config)).replace(f"\n{_FIELD}:", f"\n{_ASYNC}:")
 
 
 # ---------------------------------------------------------------- reading
@@ -345,6 +365,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+def _rename(tree: dict[str, Any]) -> dict[str, Any]:
+    return {_FIELD if key == _ASYNC else key: value for key, value in tree.items()}
+
+
 def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """{"a": {"b": 1}} → [("a.b", 1)]; the `base` key of a file is not part of the configuration."""
     result = []
@@ -367,6 +391,8 @@ def _parse_overrides(overrides: list[str], problems: list[str]) -> list[tuple[st
             problems.append(f"{text}: not of the form key=value, such as train.steps=10")
             continue
         try:
+            section, dot, rest = key.partition(".")
+            key = f"{_FIELD}{dot}{rest}" if section == _ASYNC else key
             result.append((key, yaml.safe_load(value)))
         except yaml.YAMLError:
             problems.append(f"{key} = {value}: not readable as a YAML value")
@@ -468,7 +494,8 @@ _CHOICES = {
     "loss.normalize": ("token", "step", "trajectory", "prompt"),
     "loss.old": ("policy", "rollout"),
     "loss.kl_estimate": ("k2", "k3"),
-    "loss.correction": ("none", "truncate", "mask"),
+    "loss.correction": ("auto", "none", "truncate", "mask"),
+    "asynchronous.on_stale": ("wait", "drop"),
     "loss.correction_level": ("token", "step"),
     "run.wandb": ("auto", "online", "offline", "disabled"),
 }
@@ -491,7 +518,7 @@ _NOT_NEGATIVE = (
     "policy.offload_layers", "policy.router_balance", "policy.router_z", "loss.clip_low", "loss.clip_high",
     "loss.dual_clip", "loss.kl", "loss.entropy", "loss.correction_low", "checkpoint.every_steps", "train.seed",
     "train.eval_every", "run.rollouts_every", "warm_start.trajectories", "warm_start.lr", "credit.step_weight",
-    "engine.restarts", "data.held_out", "rollout.temperature", "rollout.top_k", "eval.temperature", "eval.top_k",
+    "engine.restarts", "asynchronous.max_staleness", "data.held_out", "rollout.temperature", "rollout.top_k", "eval.temperature", "eval.top_k",
 )
 _FRACTIONS = ("optimizer.offload_fraction", "replay.min_agreement", "credit.discount")
 _RECOMPUTED = ("full", "core_attn", "mlp", "moe", "moe_act", "layernorm")
@@ -566,7 +593,7 @@ def _check_loss(loss: LossConfig, problems: _Problems) -> None:
                    "must be more than 1, or 0 for none")
     problems.check(loss.correction_low < loss.correction_high, "loss.correction_low", loss.correction_low,
                    f"must be less than loss.correction_high = {loss.correction_high}")
-    problems.check(loss.correction == "none" or loss.old == "policy", "loss.correction", loss.correction,
+    problems.check(loss.correction in ("auto", "none") or loss.old == "policy", "loss.correction", loss.correction,
                    "compares with the trainer's own logprobs; needs loss.old = policy")
 
 
@@ -622,6 +649,10 @@ def _check_engine(engine: EngineConfig, arch: Architecture, problems: _Problems)
 
 
 def _check_placement(config: Config, problems: _Problems) -> None:
+    ahead = config.asynchronous.max_staleness
+    problems.check(ahead == 0 or not config.cluster.colocate, "asynchronous.max_staleness", ahead,
+                   "engines that share their GPUs with the policy cannot work while it does; needs "
+                   "cluster.colocate=false")
     if not config.cluster.colocate:
         problems.check(config.sync.backend != "ipc", "sync.backend", config.sync.backend,
                        "hands over memory of a shared GPU; needs cluster.colocate=true")

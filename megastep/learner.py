@@ -51,7 +51,7 @@ class Learner:
 
     def begin(self) -> None:
         """The policy as it is now is where reinforcement learning starts: fresh optimizer, reference of the KL."""
-        self.policy.call("begin", self.config.optimizer, self.config.loss, self.config.optimizer_steps)
+        self.policy.call("begin", self.config.optimizer, self.config.policy_loss, self.config.optimizer_steps)
 
     def _learn(self, parts: list[list[Group]], normalize: str) -> dict[str, float]:
         begun = time.perf_counter()

@@ -1,17 +1,19 @@
-"""The loop, synchronous: what is trained on was sampled by the policy as it is.
+"""The loop, synchronous or not: `async.max_staleness` is how far episodes may run ahead of training.
 
     start     warm start on demonstrations, once ── weights into the engines ── held-out evaluation
     step      rollout → filter → credit, fold and pack → update → weights into the engines → evaluate → log → save
 
-`Loop.run` reads as that. `replay` is the same without engines, on rollouts from a file. What a run has said and kept is
+`Loop.run` reads as that. Synchronous, a step's rollout is played when it is asked for; else it was begun before, goes on
+during updates and pushes, and so does evaluation (rollout/stream.py). `replay` is the same without engines, on rollouts from a file. What a run has said and kept is
 in its directory (rundir.py); what each metric means is said in view/meanings.py.
 """
 
-import asyncio
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,9 +27,11 @@ from megastep.policy.loop_state import LoopState
 from megastep.policy.manifest import latest
 from megastep.report import MetricsLog, read_metrics, write_report
 from megastep.rollout.pool import Pool, refuse_all_failed
+from megastep.rollout.stream import GroupStream, StreamState
 from megastep.rollout.task import Task
 from megastep.rundir import Run, RunError
 from megastep.samples import filters, store
+from megastep.samples.ages import Ages
 from megastep.samples.credit import check_estimator
 from megastep.samples.metrics import evaluation_metrics, filter_metrics, rollout_metrics
 from megastep.samples.packing import mini_batches
@@ -105,19 +109,20 @@ class Loop:
     def __init__(self, config: Config, task: Task, cluster: Cluster, run: Run, log: MetricsLog):
         self.config, self.cluster, self.run_, self.log = config, cluster, run, log
         self.step = run.state.step
-        self.prompts, self.held_out = task.stream(), task.eval_prompts()
-        if run.state.position:
-            self.prompts.seek(run.state.position)
+        self.ages = Ages(run.state.pushed)
         self.sampling = filters.DynamicSampling(
             config.rollout.prompts, config.filters.max_batches, waiting=run.state.waiting
         )
-        self.pool, self.eval_pool = task.pool(cluster.engines.generate), task.eval_pool(cluster.engines.generate)
+        ahead = config.asynchronous
+        self.stream = GroupStream(task.pool(cluster.engines.generate), task.stream(), config.rollout.prompts,
+                                  config.train.steps, ahead.max_staleness, ahead.on_stale)
+        self.evaluation = Evaluation(self.stream, task.eval_pool(cluster.engines.generate), task.eval_prompts())
         self.clock = Clock()
         self.line = LiveLine(config.train.steps, self.step)
         self.learner = Learner(config, cluster.policy, tell=self.line.say)
 
     def run(self, demonstrations: list[Group]) -> None:
-        with self.line:
+        with self.line, self.stream:
             self.begin(demonstrations)
             while self.step < self.config.train.steps:
                 self.step += 1
@@ -126,9 +131,8 @@ class Loop:
                 self.cluster.engines.sleep()
                 metrics |= self.learner.learn(groups)
                 with self.clock("time/sync_s"):
-                    metrics["rollout/version"] = self.cluster.sync()
-                if self.is_due(self.config.train.eval_every):
-                    metrics |= self.evaluate()
+                    metrics["rollout/version"] = self.sync()
+                metrics |= self.evaluate()
                 metrics = self.clock.seconds() | metrics
                 self.log.write(self.step, metrics)
                 self.line.show(metrics)
@@ -142,7 +146,6 @@ class Loop:
         self.cluster.engines.sleep()
         if self.step > 0:
             self.restore()
-            self.cluster.sync()
             return
         if self.run_.checkpoint is not None:  # a policy to start from: one that was imported, or warm-started before
             self.cluster.policy.call("load", self.run_.checkpoint)
@@ -152,9 +155,8 @@ class Loop:
                 metrics |= self.learner.warm_start(demonstrations, on_step)
         if demonstrations or self.run_.checkpoint is not None:
             self.save(self.run_.start)
-        self.cluster.sync()
-        metrics |= self.evaluate()
-        self.log.write(0, metrics)
+        self.sync()
+        self.log.write(0, metrics | self.evaluate())
 
     def restore(self) -> None:
         """The checkpoint, and before it the policy that the run began with if the loss compares with that."""
@@ -163,17 +165,30 @@ class Loop:
             self.cluster.policy.call("load", origin)
             self.learner.begin()
         self.cluster.policy.call("load", self.run_.checkpoint)
+        self.sync()
+        state = self.run_.state
+        self.stream.restore(self.step, StreamState(state.position, state.unfinished, state.ready, state.ready_begun))
+
+    def sync(self) -> int:
+        """The policy's weights into the engines; returns their version."""
+        version = self.cluster.sync()
+        self.ages.push(version)
+        return version
 
     def collect(self) -> tuple[list[Group], dict[str, float]]:
         """Rollout and filters: groups to train on, and metrics of all that was played for them."""
-        played, dropped = [], []
+        played, dropped, counts = [], [], Counter()
         while True:
             with self.clock("time/rollout_s"):
-                groups = play(self.pool, self.prompts.take(self.config.rollout.prompts))
-            played += groups
-            kept, gone = sift(groups, self.config)
+                taken = self.stream.take(self.step - 1)
+            refuse_all_failed(taken.groups)
+            played += taken.groups
+            counts.update({"async/waited": taken.waited, "async/dropped": taken.dropped})
+            kept, gone = sift(taken.groups, self.config)
             dropped += gone
             if self.config.filters.dynamic_sampling:
+                self.sampling.waiting, gone = self.ages.refuse_old(self.sampling.waiting, self.stream.max_age)
+                dropped += gone
                 try:
                     kept, gone = self.sampling.add(kept)
                 except ValueError as error:
@@ -181,18 +196,29 @@ class Loop:
                 dropped += gone
             if kept is not None:
                 break
+        kept, gone = self.ages.refuse_old(kept, self.stream.max_age)
+        dropped += gone
         if self.is_due(self.config.run.rollouts_every):
             store.write(self.run_.rollouts(self.step), played)
-        metrics = rollout_metrics(played) | filter_metrics(dropped, _count(played))
-        return kept, metrics | {"rollout/tokens_per_s": _sampled_tokens(played) / self.clock.of("time/rollout_s")}
+        metrics = rollout_metrics(played) | filter_metrics(dropped, _count(played)) | self.ages.metrics(kept) | counts
+        return kept, metrics | {"rollout/tokens_per_s": self.stream.tokens_per_s()}
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out prompts, sampled as `eval` says."""
+        """What there is to say of held-out prompts now. Training waits for it where it must: synchronous, at the
+        beginning and at the end."""
+        metrics = {}
+        beside = self.stream.ahead > 0 and 0 < self.step < self.config.train.steps
         with self.clock("time/eval_s"):
-            return evaluation_metrics(play(self.eval_pool, self.held_out))
+            if self.step == 0 or self.is_due(self.config.train.eval_every):
+                metrics |= self.evaluation.result()
+                self.evaluation.begin(self.step)
+            if not beside or self.evaluation.is_done():
+                metrics |= self.evaluation.result()
+        return metrics
 
     def save(self, root: Path) -> None:
-        state = LoopState(self.step, self.prompts.position(), self.sampling.waiting)
+        outstanding = self.stream.state()
+        state = LoopState(self.step, **vars(outstanding), pushed=self.ages.pushed, waiting=self.sampling.waiting)
         self.cluster.policy.call("save", root, state)
 
     def is_due(self, every: int) -> bool:
@@ -200,10 +226,27 @@ class Loop:
         return self.step == self.config.train.steps or bool(every and self.step % every == 0)
 
 
-def play(pool: Pool, prompts: list) -> list[Group]:
-    groups = asyncio.run(pool.run(prompts))
-    refuse_all_failed(groups)
-    return groups
+class Evaluation:
+    """Held-out prompts, sampled as `eval` says, beside whatever else goes on."""
+
+    def __init__(self, stream: GroupStream, pool: Pool, prompts: list):
+        self.stream, self.pool, self.prompts = stream, pool, prompts
+        self._running: tuple[int, Future] | None = None
+
+    def begin(self, step: int) -> None:
+        self._running = step, self.stream.submit(self.pool.run(self.prompts))
+
+    def is_done(self) -> bool:
+        return self._running is not None and self._running[1].done()
+
+    def result(self) -> dict[str, float]:
+        """Its metrics, once; waits for them. Nothing, if none was begun."""
+        if self._running is None:
+            return {}
+        (step, future), self._running = self._running, None
+        groups = future.result()
+        refuse_all_failed(groups)
+        return evaluation_metrics(groups) | {"eval/step": step}
 
 
 def sift(groups: list[Group], config: Config) -> tuple[list[Group], list[filters.Dropped]]:
@@ -224,10 +267,6 @@ def _count(groups: list[Group]) -> int:
     return sum(len(group.trajectories) for group in groups)
 
 
-def _sampled_tokens(groups: list[Group]) -> int:
-    return sum(int(s.loss_mask.sum()) for g in groups for t in g.trajectories for s in t.steps)
-
-
 # ---------------------------------------------------------------- what people see
 
 
@@ -245,9 +284,6 @@ class Clock:
         begun = time.perf_counter()
         yield
         self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - begun
-
-    def of(self, part: str) -> float:
-        return self._parts[part]
 
     def seconds(self) -> dict[str, float]:
         return self._parts | {"time/step_s": time.perf_counter() - self._begun}

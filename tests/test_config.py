@@ -38,9 +38,22 @@ def test_layers_of_configuration(tmp_path):
 
 
 def test_resolved_config_reads_back(tmp_path):
-    config = load(LOCAL, ["train.steps=9", "policy.parallel.layers_per_stage=null"])
+    config = load(LOCAL, ["train.steps=9", "policy.parallel.layers_per_stage=null", "async.max_staleness=0.5"])
+    assert config.asynchronous.max_staleness == 0.5 and "\nasync:\n" in to_yaml(config)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load(tmp_path / "config.yaml") == config
+
+
+def test_the_correction_follows_from_staleness():
+    """S15: tokens of older policies are weighed by truncated importance, unless the config says otherwise."""
+    assert load(LOCAL).policy_loss.correction == "none"
+    assert load(LOCAL, ["async.max_staleness=1"]).policy_loss.correction == "truncate"
+    assert load(LOCAL, ["async.max_staleness=1", "loss.correction=mask"]).policy_loss.correction == "mask"
+
+
+def test_shared_gpus_cannot_work_ahead():
+    (line,) = problems("async.max_staleness=0.5", "cluster.colocate=true")
+    assert line.startswith("async.max_staleness = 0.5: engines that share their GPUs with the policy cannot work")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +72,9 @@ def test_resolved_config_reads_back(tmp_path):
         ("optimizer.lr=-1", "optimizer.lr = -1.0: must not be negative"),
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: must be two numbers of [0, 1)"),
         ("train.steps=2", "optimizer.warmup_steps = 5: must be less than the 4 optimizer steps"),
+        ("async.on_stale=forget", "async.on_stale = forget: must be one of wait, drop"),
+        ("async.max_staleness=-1", "async.max_staleness = -1.0: must not be negative"),
+        ("async.max_stale=1", "async.max_stale: unknown key; did you mean async.max_staleness?"),
         ("train.mini_batch_prompts=0", "train.mini_batch_prompts = 0: must be 1 or more"),
         ("credit.discount=2", "credit.discount = 2.0: must lie in 0 to 1"),
         ("warm_start.trajectories=-1", "warm_start.trajectories = -1: must not be negative"),

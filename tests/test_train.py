@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from random import Random
 
 import numpy as np
 import pytest
@@ -211,6 +213,93 @@ def test_x5_x6_groups_that_wait_are_in_the_checkpoint(killed):
     """Otherwise the test above would not see that they survive."""
     found = [path for path in killed[0].glob("*/checkpoints/step_*/waiting.safetensors")]
     assert found and all(store.read(path) for path in found)
+
+
+# ---------------------------------------------------------------- ahead of training
+
+
+def trained_ids(folder, steps: int) -> list[int]:
+    """Of every step, in the lineage of checkpoints that led to the last."""
+    return [g.id for n in range(1, steps + 1) for g in store.read(folder / "rollouts" / f"step_{n}.safetensors")]
+
+
+@pytest.fixture(scope="module")
+def ahead(quick, tmp_path_factory):
+    """The same quickstart from the same warm start, a batch ahead of training."""
+    folder = tmp_path_factory.mktemp("ahead")
+    given = ("train.steps=8", "async.max_staleness=1", "run.rollouts_every=1", "train.eval_every=3",
+             f"run.resume={quick[0]}/start/step_0")
+    done = run(megastep("train", folder, "ahead", *given))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "ahead"
+
+
+def test_s15_it_learns_ahead_of_training(ahead):
+    rows = read_metrics(ahead)
+    first, last = rows[0]["eval/success"], rows[-1]["eval/success"]
+    assert first <= 0.4 and last >= first + RISE, (first, last)
+    assert rows[0]["eval/step"] == 0 and rows[-1]["eval/step"] == 8
+    assert any(row.get("eval/step") in (3, 6) for row in rows[3:])  # beside training
+
+
+def test_s15_no_trained_token_is_older_than_allowed(ahead):
+    """From the tokens' own versions; and corrected by what the trainer makes of them."""
+    rows, pushed = read_metrics(ahead), []
+    for row in rows[1:]:
+        groups = store.read(ahead / "rollouts" / f"step_{row['step']}.safetensors")
+        versions = {int(v) for g in groups for t in g.trajectories for s in t.steps for v in s.versions[:, 0]}
+        pushed = sorted({*pushed, *versions})
+        assert max(versions) <= row["rollout/version"] - 2  # two optimizer steps a batch
+        assert row["age/max"] <= 1 and row["rollout/version"] - min(versions) <= 2 * 2
+        assert row["train/importance_mean"] == pytest.approx(1, abs=0.2)
+    assert max(row["age/max"] for row in rows[1:]) == 1 and sum(row["async/dropped"] for row in rows[1:]) == 0
+    assert any(row["train/importance_cut_fraction"] > 0 or row["mismatch/kl"] > 1e-6 for row in rows[1:])
+
+
+def test_s5_s15_every_prompt_is_trained_once_and_counted_by_trajectory(ahead):
+    assert sorted(trained_ids(ahead, 8)) == list(range(8 * 16))
+    for row in read_metrics(ahead)[1:]:
+        assert row["rollout/trajectories"] == 256
+        assert row["turn/count"] == pytest.approx(256 * row["rollout/turns_mean"])
+
+
+KILLS = int(os.environ.get("MEGASTEP_KILLS", 3))
+
+
+def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
+    """MEGASTEP_KILLS=20 for more of them: an engine, a rank or the driver, at random moments."""
+    random, steps = Random(0), 4 + 4 * KILLS
+    kinds = [("ray::Engine", "ray::PolicyRank", "megastep train")[i % 3] for i in range(KILLS)]
+    given = (f"train.steps={steps}", "rollout.prompts=4", "rollout.samples=4", "train.mini_batch_prompts=4",
+             "async.max_staleness=1.5", "run.rollouts_every=1", "checkpoint.every_steps=1", "eval.prompts=2",
+             "eval.samples=1", "policy.ranks=1", "policy.parallel.expert=1")
+    folder, start = tmp_path / "killed", f"run.resume={quick[0]}/start/step_0"
+    process = begin(megastep("train", tmp_path, "killed", *given, start))
+    try:
+        for kind in kinds:
+            seen = len(read_metrics(folder))
+            wait_for(lambda: len(read_metrics(folder)) > seen or process.poll() is not None, 300)
+            assert process.poll() is None, process.stderr.read()[-3000:]
+            time.sleep(3 * random.random())
+            family = descendants(process.pid)
+            (victim, *_) = [process.pid] if kind.startswith("megastep") else pids(family, kind)
+            os.kill(victim, signal.SIGKILL)
+            if kind == "ray::Engine":
+                continue  # the run goes on without it until it is back
+            process.wait(120)
+            wait_for(lambda: not left(family), 60)
+            process = begin(megastep("train", tmp_path, "killed", *given))
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors[-3000:]
+    finally:
+        process.kill()
+    assert sorted(trained_ids(folder, steps)) == list(range(4 * steps))
+    assert [row["step"] for row in read_metrics(folder)] == list(range(steps + 1))
+    assert max(row["age/max"] for row in read_metrics(folder)[1:]) in (1, 2)
+
+
+def pids(family: set, name: str) -> list[int]:
+    return [int(line.split()[0]) for line in alive(family) if name in line]
 
 
 # ---------------------------------------------------------------- the training half alone

@@ -62,7 +62,7 @@ class PolicyWorker:
         self._saver = checkpoint.Saver()
         self._megatron = chunks[0].config
         self._megatron.finalize_model_grads_func = _finalize_sums
-        self.begin(config.optimizer, config.loss, config.optimizer_steps)
+        self.begin(config.optimizer, config.policy_loss, config.optimizer_steps)
 
     def begin(self, optimizer: OptimizerConfig, loss: LossConfig, optimizer_steps: int) -> None:
         """A stage of training: a loss, a fresh optimizer and its schedule; the model as it is is the reference."""

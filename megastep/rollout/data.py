@@ -164,13 +164,21 @@ class PromptStream:
     def take(self, count: int) -> list[Prompt]:
         return [self._next() for _ in range(count)]
 
+    def prompt(self, id: int) -> Prompt:
+        """One that was drawn before."""
+        epoch, index = divmod(id, len(self.rows))
+        return Prompt(id, self.rows[self._order(epoch)[index]])
+
     def position(self) -> dict[str, int]:
         return {"epoch": self.epoch, "index": self.index}
 
     def seek(self, position: dict[str, int]) -> None:
         self.epoch, self.index = position["epoch"], position["index"]
-        shuffled = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.rows))
-        self.order = shuffled if self.shuffle else np.arange(len(self.rows))
+        self.order = self._order(self.epoch)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        shuffled = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
+        return shuffled if self.shuffle else np.arange(len(self.rows))
 
     def _next(self) -> Prompt:
         if self.index == len(self.rows):

@@ -111,9 +111,9 @@ class Engine:
 
     # ------------------------------------------------------------ weights
 
-    async def pause(self) -> None:
-        """Freeze the running calls and forget all cached keys. New calls are taken and wait."""
-        await self.llm.pause_generation(mode="keep", clear_cache=True)
+    async def pause(self, finish_calls: bool = False) -> None:
+        """Freeze the running calls, or let them finish, and forget all cached keys. New calls are taken and wait."""
+        await self.llm.pause_generation(mode="wait" if finish_calls else "keep", clear_cache=True)
         await self._read_all_outputs()
 
     async def _read_all_outputs(self) -> None:
@@ -155,13 +155,13 @@ class Engine:
     # ------------------------------------------------------------ taking turns on a GPU
 
     async def sleep(self) -> None:
-        """Give up the GPU's memory, weights included: a push comes before the next call. Running calls freeze."""
-        if self.setup.has_gpu:
+        """Give up a shared GPU's memory, weights included: a push comes before the next call. Running calls freeze."""
+        if self.setup.gpu_ids is not None:
             await self.llm.sleep(level=2, mode="keep")
 
     async def wake(self, what: str) -> None:
         """`weights` before the push, `kv_cache` after it."""
-        if self.setup.has_gpu:
+        if self.setup.gpu_ids is not None:
             await self.llm.wake_up(tags=[what])
 
 

@@ -87,9 +87,9 @@ class Fleet:
         """The actors that answer calls now."""
         return [seat.handle for seat in self.seats if seat.serving]
 
-    def pause(self) -> None:
-        """Freeze every call in flight; calls that come meanwhile wait."""
-        self._run(self._each("pause"))
+    def pause(self, finish_calls: bool = False) -> None:
+        """Freeze every call in flight, or let it finish; calls that come meanwhile wait."""
+        self._run(self._each("pause", finish_calls))
 
     def resume(self) -> None:
         self._run(self._each("resume"))

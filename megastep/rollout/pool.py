@@ -43,7 +43,7 @@ class Pool:
 
         async def worker():
             for prompt, group, index in waiting:  # shared: each episode is taken by one worker
-                group.trajectories[index] = trajectory = await self._play(prompt, index)
+                group.trajectories[index] = trajectory = await self.play(prompt, index)
                 on_trajectory(trajectory)
 
         async with asyncio.TaskGroup() as tasks:
@@ -51,7 +51,7 @@ class Pool:
                 tasks.create_task(worker())
         return groups
 
-    async def _play(self, prompt: Prompt, index: int) -> Trajectory:
+    async def play(self, prompt: Prompt, index: int) -> Trajectory:
         session = f"{self.label}/{prompt.id}/{index}"
         return await self.agent.play(lambda: self.env(prompt.row, **self.options), prompt.id, index, session)
 

@@ -32,6 +32,13 @@ MEANINGS = {
     "rollout/version": "of the weights that the engines have now: optimizer steps behind them",
     "rollout/tokens_per_s": "sampled tokens per second of the rollout",
     "env/NAME": "mean over the trajectories for which the environment reports a number of that name",
+    # how old it is
+    "age/mean": "policies that the engines were given since a trained token was sampled, mean",
+    "age/max": "the same, at most; never more than async.max_staleness, rounded up",
+    "age/share_K": "share of trained tokens of that age",
+    "async/waited": "groups that became due before they were complete, so that training waited for them",
+    "async/dropped": "groups that became too old before they were complete or taken (async.on_stale: drop)",
+    "eval/step": "training steps behind the policy when the evaluation began; beside training, newer policies join in",
     # per model call
     "turn/count": "model calls of the batch",
     "turn/prompt_tokens_mean": "prompt tokens of one model call, mean",

@@ -1,0 +1,240 @@
+"""Groups for training out of episodes that go on while training does: how far ahead is the only setting.
+
+    take(step)     the next batch of complete groups; waits for them
+    outstanding    prompts that were drawn and not taken: at most ahead × batch while training works, and one batch
+                   more while it waits
+
+With ahead = 0 prompts begin when they are asked for and nothing is under way during an update: synchronous training.
+
+Staleness. A group that began before `step` updates were made holds tokens of that policy; it must be taken at the
+latest `ceil(ahead)` steps later. Groups are taken as they become complete, the oldest first, so that slow ones are not
+starved; what would otherwise come too late is dealt with as `on_stale` says:
+
+    wait    `take` waits, for what is due now, and for as many others as a later batch would have no place for
+    drop    it is given up when it is too old, whether it is complete or not, and other prompts take its place
+
+Invariants, held by the tests: a prompt is in one batch, or was dropped and counted; no group is taken too late; what
+`state` tells is enough to go on in another process without losing or repeating a prompt.
+
+The episodes run in a thread with an event loop of its own. Cancelling closes their environments.
+"""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from megastep.rollout.data import Prompt, PromptStream
+from megastep.rollout.pool import Pool
+from megastep.types import Group
+
+
+@dataclass(eq=False)
+class Entry:
+    """An outstanding prompt."""
+
+    prompt: Prompt
+    begun: int | None = None  # training steps before its first episode; None: all of them wait for a place
+    group: Group | None = None  # once it is complete
+    task: asyncio.Task | None = None
+
+
+@dataclass
+class StreamState:
+    """What must be known to go on: where the prompts stand, and the outstanding ones."""
+
+    position: dict[str, int] = field(default_factory=dict)  # empty: at the beginning
+    unfinished: list[int] = field(default_factory=list)  # prompts to be played again
+    ready: list[Group] = field(default_factory=list)
+    ready_begun: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Taken:
+    groups: list[Group]
+    waited: int = 0  # groups without which the batch could have been there earlier
+    dropped: int = 0  # groups that were given up
+
+
+class GroupStream:
+    def __init__(self, pool: Pool, prompts: PromptStream, batch: int, steps: int, ahead: float = 0, on_stale="wait"):
+        """Batches for `steps` training steps; nothing begins that none of them would take."""
+        self.pool, self.prompts, self.batch, self.steps, self.ahead = pool, prompts, batch, steps, ahead
+        self.max_age = math.ceil(ahead)
+        self.drops = on_stale == "drop"
+        self.step = 0
+        self._entries: dict[int, Entry] = {}  # outstanding, in the order in which they began
+        self._wanted = 0  # groups that `take` waits for
+        self._dropped = 0
+        self._speed = Speed()
+
+    def __enter__(self) -> "GroupStream":
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Event()
+        self._places = asyncio.Semaphore(self.pool.concurrency)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        asyncio.run_coroutine_threadsafe(self._drop_tasks(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+
+    async def _drop_tasks(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------ for the trainer's thread
+
+    def take(self, step: int) -> Taken:
+        """A batch for the training step after `step` others, in the order of the prompts."""
+        return self.submit(self._take(step)).result()
+
+    def submit(self, coroutine: Coroutine) -> Future:
+        """Run something else, such as an evaluation, beside the episodes."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def state(self) -> StreamState:
+        return self.submit(self._state()).result()
+
+    def restore(self, step: int, state: StreamState) -> None:
+        """Before the first `take`, after `step` training steps."""
+        self.step = step
+        self.submit(self._restore(state)).result()
+
+    def tokens_per_s(self) -> float:
+        """Sampled tokens of the groups that became complete since the last call, per second that episodes ran."""
+        return self._speed.read()
+
+    # ------------------------------------------------------------ in the loop
+
+    async def _take(self, step: int) -> Taken:
+        self.step = step
+        dropped_before = self._dropped
+        self._wanted, waited = self.batch, 0
+        while True:
+            if self._error is not None:
+                raise self._error
+            self._give_up_old()
+            self._begin()
+            ready = [entry for entry in self._entries.values() if entry.group is not None]
+            chosen = ready[: self.batch]  # the oldest
+            missing = self._missing(chosen)
+            if len(chosen) == self.batch and missing == 0:
+                break
+            if len(chosen) == self.batch:
+                waited = max(waited, missing)
+            self._changed.clear()
+            await self._changed.wait()
+        self._wanted = 0
+        for entry in chosen:
+            del self._entries[entry.prompt.id]
+        self._begin()
+        groups = [entry.group for entry in sorted(chosen, key=lambda entry: entry.prompt.id)]
+        return Taken(groups, waited, self._dropped - dropped_before)
+
+    def _missing(self, chosen: list[Entry]) -> int:
+        """How many more groups that will be due soon this batch must hold, so that every later one has a place for each
+        that is due by then."""
+        if self.drops:
+            return 0
+
+        def count(entries, steps: int) -> int:
+            return sum(e.begun is not None and e.begun + self.max_age <= self.step + steps for e in entries)
+
+        outstanding = self._entries.values()
+        return max(count(outstanding, k) - k * self.batch - count(chosen, k) for k in range(self.max_age + 1))
+
+    def _give_up_old(self) -> None:
+        for entry in list(self._entries.values()) if self.drops else []:
+            if entry.begun is not None and entry.begun + self.max_age < self.step:
+                entry.task and entry.task.cancel()
+                del self._entries[entry.prompt.id]
+                self._dropped += 1
+
+    def _begin(self) -> None:
+        """Prompts as far ahead as is allowed."""
+        after_this = min(int(self.ahead * self.batch), (self.steps - self.step - 1) * self.batch)
+        for prompt in self.prompts.take(max(after_this + self._wanted - len(self._entries), 0)):
+            self._play(Entry(prompt))
+
+    def _play(self, entry: Entry) -> None:
+        self._entries[entry.prompt.id] = entry
+        self._speed.starts()
+        entry.task = asyncio.ensure_future(self._group(entry))
+
+    async def _group(self, entry: Entry) -> None:
+        """Episodes find their places in the order in which they were asked for."""
+
+        async def episode(index: int):
+            async with self._places:
+                entry.begun = self.step if entry.begun is None else entry.begun
+                return await self.pool.play(entry.prompt, index)
+
+        tokens = 0
+        try:
+            episodes = [asyncio.ensure_future(episode(index)) for index in range(self.pool.samples)]
+            try:
+                entry.group = Group(entry.prompt.id, list(await asyncio.gather(*episodes)))
+            finally:
+                for task in episodes:
+                    task.cancel()
+            tokens = sampled_tokens([entry.group])
+        except Exception as error:
+            self._error = error  # for whoever takes next
+        finally:
+            self._speed.ends(tokens)
+            self._changed.set()
+
+    async def _state(self) -> StreamState:
+        entries = self._entries.values()
+        ready = [entry for entry in entries if entry.group is not None]
+        return StreamState(
+            self.prompts.position(),
+            [entry.prompt.id for entry in entries if entry.group is None],
+            [entry.group for entry in ready],
+            [entry.begun for entry in ready],
+        )
+
+    async def _restore(self, state: StreamState) -> None:
+        for group, begun in zip(state.ready, state.ready_begun, strict=True):
+            self._entries[group.id] = Entry(self.prompts.prompt(group.id), begun, group)  # its tokens are that old
+        for id in state.unfinished:
+            self._play(Entry(self.prompts.prompt(id)))
+        if state.position:
+            self.prompts.seek(state.position)
+
+
+class Speed:
+    """Tokens per second of the time in which anything was under way."""
+
+    def __init__(self):
+        self._running, self._since, self._seconds, self._tokens = 0, 0.0, 0.0, 0
+
+    def starts(self) -> None:
+        if self._running == 0:
+            self._since = time.perf_counter()
+        self._running += 1
+
+    def ends(self, tokens: int) -> None:
+        self._running -= 1
+        self._tokens += tokens
+        if self._running == 0:
+            self._seconds += time.perf_counter() - self._since
+
+    def read(self) -> float:
+        now = time.perf_counter()
+        seconds = self._seconds + (now - self._since if self._running else 0.0)
+        tokens, self._tokens, self._seconds, self._since = self._tokens, 0, 0.0, now
+        return tokens / seconds if seconds else 0.0
+
+
+def sampled_tokens(groups: list[Group]) -> int:
+    return sum(int(step.loss_mask.sum()) for g in groups for t in g.trajectories for step in t.steps)

@@ -1,0 +1,52 @@
+"""How old is what is trained on? The age of a token: how many policies the engines have been given since it was sampled.
+
+    pushed = [188, 190, 192], newest last      a token of version 190 has age 1, one of 192 age 0
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megastep.samples.filters import Dropped
+from megastep.types import Group
+
+_KEPT = 256  # policies remembered
+
+
+@dataclass
+class Ages:
+    pushed: list[int] = field(default_factory=list)  # versions, ascending
+
+    def push(self, version: int) -> None:
+        if version not in self.pushed[-1:]:  # an engine that gets the same weights again has no other policy
+            self.pushed = [*self.pushed, version][-_KEPT:]
+
+    def of(self, group: Group) -> np.ndarray:
+        """[trained tokens] of all its steps."""
+        return self._ages(step for t in group.trajectories for step in t.steps)
+
+    def _ages(self, steps: Iterable) -> np.ndarray:
+        versions = [np.repeat(s.versions[:, 0], s.versions[:, 1])[s.loss_mask] for s in steps]
+        sampled = np.concatenate([np.zeros(0, np.int32), *versions])
+        return len(self.pushed) - np.searchsorted(self.pushed, sampled, side="right")
+
+    def refuse_old(self, groups: list[Group], limit: int) -> tuple[list[Group], list[Dropped]]:
+        """The groups without a token older than `limit`: what may be trained on, whatever the schedule was."""
+        kept, dropped = [], []
+        for group in groups:
+            oldest = self.of(group).max(initial=0)
+            if oldest <= limit:
+                kept.append(group)
+            else:
+                why = f"{oldest} versions old"
+                dropped += [Dropped(group.id, t.index, why) for t in group.trajectories]
+        return kept, dropped
+
+    def metrics(self, groups: list[Group]) -> dict[str, float]:
+        """The distribution over trained tokens."""
+        ages = np.concatenate([np.zeros(0, int), *map(self.of, groups)])
+        if not len(ages):
+            return {}
+        shares = {f"age/share_{age}": count / len(ages) for age, count in enumerate(np.bincount(ages))}
+        return {"age/mean": float(ages.mean()), "age/max": int(ages.max()), **shares}

@@ -1,0 +1,164 @@
+"""S15, X6: groups that are played ahead of training: none twice, none lost, none too old; `ahead` = 0 is synchronous."""
+
+import asyncio
+import math
+import random
+import time
+
+import numpy as np
+import pytest
+
+from megastep.rollout.data import PromptStream
+from megastep.rollout.stream import GroupStream
+from megastep.types import Step, Trajectory
+
+BATCH, SAMPLES = 4, 3
+
+
+class Episodes:
+    """A pool whose episodes take as long as `seconds` says; remembers who began when, and who is under way."""
+
+    samples, concurrency = SAMPLES, 64
+
+    def __init__(self, seconds=lambda id, index: 0.0):
+        self.seconds = seconds
+        self.stream: GroupStream | None = None
+        self.began: dict[int, int] = {}  # prompt → training steps before it
+        self.running: set[tuple[int, int]] = set()
+
+    async def play(self, prompt, index):
+        self.began.setdefault(prompt.id, self.stream.step)
+        self.running.add((prompt.id, index))
+        try:
+            seconds = self.seconds(prompt.id, index)
+            await (asyncio.sleep(seconds) if seconds is not None else asyncio.Event().wait())
+        finally:
+            self.running.remove((prompt.id, index))
+        ids = np.arange(2, dtype=np.int32)
+        step = Step(index=0, last=True, prompt_ids=ids, response_ids=ids, loss_mask=np.ones(2, bool),
+                    logprobs=np.zeros(2, np.float32), versions=np.array([[self.stream.step, 2]], np.int32))
+        return Trajectory(prompt.id, index, [step])
+
+
+def make(episodes: Episodes, steps: int, rows: int = 10, **more) -> GroupStream:
+    prompts = PromptStream([{"n": n} for n in range(rows)], seed=0)
+    episodes.stream = GroupStream(episodes, prompts, BATCH, steps, **more)
+    return episodes.stream
+
+
+def ids(taken) -> list[int]:
+    return [group.id for group in taken.groups]
+
+
+def test_nothing_ahead_is_synchronous():
+    """A batch is the next prompts, in order; between batches nothing is under way."""
+    episodes = Episodes(lambda id, index: 0.001 * (id % 3))
+    with make(episodes, steps=5) as stream:
+        for step in range(5):
+            assert ids(stream.take(step)) == list(range(step * BATCH, (step + 1) * BATCH))
+            assert not episodes.running and not stream.state().ready and not stream.state().unfinished
+    assert all(episodes.began[id] == id // BATCH for id in episodes.began)
+
+
+@pytest.mark.parametrize("ahead", [0.5, 1, 2, 3.5])
+def test_s15_every_prompt_once_and_none_too_old(ahead):
+    """Long-tailed episodes; the age is counted from when a prompt really began."""
+    steps, numbers = 40, random.Random(ahead)
+    episodes = Episodes(lambda id, index: numbers.lognormvariate(-7, 1.5))
+    episodes.concurrency = 10  # some have to wait for a place
+    seen, ages = [], []
+    with make(episodes, steps, ahead=ahead) as stream:
+        for step in range(steps):
+            taken = stream.take(step)
+            assert taken.dropped == 0 and [len(g.trajectories) for g in taken.groups] == [SAMPLES] * BATCH
+            ages += [step - episodes.began[id] for id in ids(taken)]
+            seen += ids(taken)
+            time.sleep(numbers.random() * 0.003)
+    assert sorted(seen) == list(range(steps * BATCH))  # and nothing was begun in vain
+    assert len(episodes.began) == steps * BATCH
+    assert 0 < max(ages) <= math.ceil(ahead)
+
+
+def test_work_goes_on_while_training_does_as_far_ahead_as_allowed():
+    episodes = Episodes(lambda id, index: 0.0 if id < BATCH else None)
+    with make(episodes, steps=9, ahead=1.5) as stream:
+        stream.take(0)
+        time.sleep(0.1)
+        assert {id for id, _ in episodes.running} == set(range(BATCH, BATCH + 6))
+
+
+def test_slow_groups_are_waited_for_and_counted():
+    """Prompt 1 is slow: at step 1 it is due, and no batch is made without it."""
+    episodes = Episodes(lambda id, index: 0.3 if id == 1 else 0.0)
+    with make(episodes, steps=4, ahead=1) as stream:
+        first, second = stream.take(0), stream.take(1)
+    assert 1 not in ids(first) and first.waited == 0
+    assert 1 in ids(second) and (second.waited, second.dropped) == (1, 0)
+
+
+def test_or_dropped_and_counted():
+    """Prompt 1 never ends; its place is taken by another and training never waits."""
+    episodes = Episodes(lambda id, index: None if id == 1 else 0.0)
+    with make(episodes, steps=6, ahead=1, on_stale="drop") as stream:
+        taken = [stream.take(step) for step in range(6)]
+        time.sleep(0.05)
+        assert not episodes.running
+    assert [t.dropped for t in taken] == [0, 0, 1, 0, 0, 0] and not any(t.waited for t in taken)
+    assert sorted(id for t in taken for id in ids(t)) == [0, *range(2, 6 * BATCH + 1)]
+
+
+def test_x6_what_state_tells_is_enough_to_go_on():
+    """Ended anywhere and begun again from its state, twenty times: every prompt is in one batch."""
+    steps, numbers, seen = 40, random.Random(1), []
+    state, step = None, 0
+    while step < steps:
+        with make(Episodes(lambda id, index: numbers.lognormvariate(-7, 1.5)), steps, ahead=1.5) as stream:
+            if state is not None:
+                stream.restore(step, state)
+            for _ in range(min(2, steps - step)):
+                seen += ids(stream.take(step))
+                step += 1
+                time.sleep(numbers.random() * 0.003)
+            state = stream.state()
+            stream.submit(asyncio.sleep(0.001)).result()  # what happens now is lost
+    assert sorted(seen) == list(range(steps * BATCH))
+
+
+def test_ready_groups_survive_with_their_age():
+    episodes = Episodes()
+    with make(episodes, steps=9, ahead=2) as stream:
+        stream.take(0)
+        time.sleep(0.1)
+        state = stream.state()
+    assert len(state.ready) == 2 * BATCH and not state.unfinished and state.ready_begun == [0] * 2 * BATCH
+    again = Episodes()
+    with make(again, steps=9, ahead=2) as stream:
+        stream.restore(1, state)
+        assert ids(stream.take(1)) == list(range(BATCH, 2 * BATCH))
+        assert ids(stream.take(2)) == list(range(2 * BATCH, 3 * BATCH))
+    assert not set(again.began) & set(range(3 * BATCH))  # they were not played again
+
+
+def test_leaving_cancels_what_is_under_way():
+    episodes = Episodes(lambda id, index: None)
+    with make(episodes, steps=9, ahead=1) as stream:
+        waiting = stream.submit(stream._take(0))
+        time.sleep(0.05)
+        assert episodes.running
+    assert not episodes.running and waiting.cancelled()
+
+
+def test_a_defect_in_an_episode_reaches_the_trainer():
+    def fail(id, index):
+        raise ZeroDivisionError("a defect")
+
+    with make(Episodes(fail), steps=9, ahead=1) as stream, pytest.raises(ZeroDivisionError, match="a defect"):
+        stream.take(0)
+
+
+def test_speed_counts_the_time_in_which_episodes_ran():
+    episodes = Episodes(lambda id, index: 0.2)
+    with make(episodes, steps=2) as stream:
+        stream.take(0)
+        time.sleep(0.6)
+        assert BATCH * SAMPLES * 2 / 0.5 < stream.tokens_per_s() < BATCH * SAMPLES * 2 / 0.19
