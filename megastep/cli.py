@@ -1,7 +1,7 @@
 """The command line. torch is imported by the commands that need it, so that `--help` answers at once.
 
-Exit codes: 0 done, 1 a failure (with its traceback), 2 a mistake in the config or its files (one line each),
-130 interrupted.
+Exit codes: 0 done, 1 a failure (a line, or a traceback where it is ours), 2 a mistake in the config or its files (one
+line each), 130 interrupted.
 """
 
 import argparse
@@ -42,7 +42,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add("train", _train, "train configs/local.yaml train.steps=20 policy.parallel.expert=1 policy.ranks=1",
         "train as a config says", "Train as CONFIG says. An existing run directory is continued (run.resume).")
-    replay = add("replay", _replay, "replay configs/local.yaml --rollouts runs/NAME/rollouts/step_20.safetensors",
+    replay = add("replay", _replay, "replay configs/local.yaml --rollouts runs/NAME/rollouts/step_12.safetensors "
+                 "run.resume=runs/NAME/start/step_0",
                  "train on trajectories of a file",
                  "The training half alone: the prompts of FILE, rollout.prompts at a time, each batch a step.")
     replay.add_argument("--rollouts", metavar="FILE", type=Path, required=True, help="as `megastep rollout` writes it")

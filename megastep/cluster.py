@@ -20,6 +20,7 @@ import shutil
 import socket
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -276,8 +277,9 @@ class Policy:
 
     def __init__(self, actors: list):
         """Actor i is in bundle i; ranks are given out by node and GPU."""
+        self._submitting = threading.Lock()
         self._where = ray.get([actor.where.remote() for actor in actors])
-        self._order = sorted(range(len(actors)), key=lambda bundle: (self._where[bundle], bundle))
+        self._order = node_by_node(self._where)
         self.ranks = [actors[bundle] for bundle in self._order]
 
     def start(self, backend: str) -> None:
@@ -286,16 +288,23 @@ class Policy:
 
     def call(self, method: str, *arguments, **named) -> list:
         """`PolicyWorker.method` on every rank with the same arguments; the results in rank order."""
-        return ray.get([actor.call.remote(method, *arguments, **named) for actor in self.ranks])
+        return self._collect(lambda actor, _: actor.call.remote(method, *arguments, **named))
 
     def scatter(self, method: str, by_data_rank: list) -> list:
         """`PolicyWorker.method` on every rank with the part of its data-parallel rank, which travels once per node."""
         parts = [ray.put(part) for part in by_data_rank]
-        return ray.get([actor.call.remote(method, parts[data]) for actor, data in zip(self.ranks, self.data_ranks)])
+        return self._collect(lambda actor, data_rank: actor.call.remote(method, parts[data_rank]))
 
     def push(self, engines: list) -> int:
         """Weights to these engines' actors; returns the version: the optimizer steps behind them."""
-        return ray.get([actor.push.remote(engines) for actor in self.ranks])[0]
+        return self._collect(lambda actor, _: actor.push.remote(engines))[0]
+
+    def _collect(self, submit: Callable[[Any, int], Any]) -> list:
+        """Results of a call of every rank. A restarted engine is sent weights by another thread, and all ranks must see
+        both threads' calls in one order: they are collective."""
+        with self._submitting:
+            calls = [submit(actor, data_rank) for actor, data_rank in zip(self.ranks, self.data_ranks)]
+        return ray.get(calls)
 
     def share(self, engine: int, tensor: int) -> tuple[int, tuple[str, ...]]:
         """Where an engine lives on the places of ranks: a bundle, and the GPUs of as many ranks as it needs."""
@@ -303,6 +312,16 @@ class Policy:
         if len({self._where[bundle][0] for bundle in bundles}) > 1:
             raise ClusterError(f"engine.tensor = {tensor}: the GPUs of engine {engine} lie on several nodes")
         return bundles[0], tuple(gpu for bundle in bundles for gpu in self._where[bundle][1])
+
+
+def node_by_node(where: list[tuple[str, list[str]]]) -> list[int]:
+    """Places in the order of their nodes, and on a node of their GPUs, which are numbers or, as parts, names."""
+
+    def key(place: int):
+        node, gpus = where[place]
+        return node, [(len(gpu), gpu) for gpu in gpus], place
+
+    return sorted(range(len(where)), key=key)
 
 
 def _kill(actors: list) -> None:

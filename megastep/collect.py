@@ -17,6 +17,7 @@ from megastep.cluster import Cluster
 from megastep.config import Config, to_yaml
 from megastep.rollout.data import Prompt
 from megastep.rollout.generation import Generate
+from megastep.policy.manifest import CheckpointError
 from megastep.rollout.pool import Pool, refuse_all_failed
 from megastep.rollout.task import Task
 from megastep.rundir import refuse_unfit_weights, where_to_resume
@@ -65,6 +66,8 @@ def _checkpoint(config: Config) -> Path | None:
     found = None
     if config.run.name is not None or config.run.resume not in ("auto", "never"):
         found = where_to_resume(config, Path(config.run.dir) / str(config.run.name))
+        if found is None and config.run.name is not None:
+            raise CheckpointError(f"run.name = {config.run.name}: there is no checkpoint in {config.run.dir}")
     if found is None:
         refuse_unfit_weights(config)
     return found

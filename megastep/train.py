@@ -69,8 +69,7 @@ def replay(config: Config, name: str, rollouts: Path) -> Path:
     with MetricsLog(run.folder, run.last_row, config.run.wandb, asdict(config), config.run.tensorboard) as log:
         with Cluster(config, with_engines=False, log=run.log) as cluster:
             learner = Learner(config, cluster.policy)
-            if run.checkpoint is not None:
-                cluster.policy.call("load", run.checkpoint)
+            load_policy(run, learner)
             for batch in tqdm(mini_batches(groups, config.rollout.prompts), "replay", unit="step", file=sys.stdout):
                 step += 1
                 kept, dropped = sift(batch, config)
@@ -100,6 +99,20 @@ def refuse_untrainable(config: Config) -> None:
         problems.append(f"rollout.top_k = {rollout.top_k}: {why}; must be 0")
     if problems:
         raise ConfigError(problems)
+
+
+def load_policy(run: Run, learner: Learner) -> None:
+    """The weights of the run's checkpoint, if it has one. A policy to start from, imported or warm-started, is also the
+    reference of the KL; before going on from a later one, the reference is taken from where its run began."""
+    if run.checkpoint is None:
+        return
+    begins = run.state.step == 0
+    origin = run.checkpoint if begins else run.origin() if learner.config.loss.kl > 0 else None
+    if origin is not None:
+        learner.policy.call("load", origin)
+        learner.begin()
+    if not begins:
+        learner.policy.call("load", run.checkpoint)
 
 
 # ---------------------------------------------------------------- the loop
@@ -144,12 +157,14 @@ class Loop:
         """Weights into the engines: those of the checkpoint, or fresh ones, warm-started and evaluated."""
         metrics: dict[str, float] = {}
         self.cluster.engines.sleep()
+        load_policy(self.run_, self.learner)
         if self.step > 0:
-            self.restore()
+            self.sync()
+            state = self.run_.state
+            self.stream.restore(
+                self.step, StreamState(state.position, state.unfinished, state.ready, state.ready_begun)
+            )
             return
-        if self.run_.checkpoint is not None:  # a policy to start from: one that was imported, or warm-started before
-            self.cluster.policy.call("load", self.run_.checkpoint)
-            self.learner.begin()
         if demonstrations:
             with self.line.stage("warm start", self.config.warm_start.optimizer_steps) as on_step:
                 metrics |= self.learner.warm_start(demonstrations, on_step)
@@ -157,17 +172,6 @@ class Loop:
             self.save(self.run_.start)
         self.sync()
         self.log.write(0, metrics | self.evaluate())
-
-    def restore(self) -> None:
-        """The checkpoint, and before it the policy that the run began with if the loss compares with that."""
-        origin = self.run_.origin()
-        if self.config.loss.kl > 0 and origin is not None:
-            self.cluster.policy.call("load", origin)
-            self.learner.begin()
-        self.cluster.policy.call("load", self.run_.checkpoint)
-        self.sync()
-        state = self.run_.state
-        self.stream.restore(self.step, StreamState(state.position, state.unfinished, state.ready, state.ready_begun))
 
     def sync(self) -> int:
         """The policy's weights into the engines; returns their version."""
@@ -198,7 +202,8 @@ class Loop:
                 break
         kept, gone = self.ages.refuse_old(kept, self.stream.max_age)
         dropped += gone
-        if self.is_due(self.config.run.rollouts_every):
+        every = self.config.run.rollouts_every
+        if every and self.is_due(every):
             store.write(self.run_.rollouts(self.step), played)
         metrics = rollout_metrics(played) | filter_metrics(dropped, _count(played)) | self.ages.metrics(kept) | counts
         return kept, metrics | {"rollout/tokens_per_s": self.stream.tokens_per_s()}
@@ -274,6 +279,7 @@ class Clock:
     """Seconds of the parts of a step, under the names of their metrics, and of the whole."""
 
     def __init__(self):
+        self._created = time.perf_counter()
         self.restart()
 
     def restart(self) -> None:
@@ -286,7 +292,8 @@ class Clock:
         self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - begun
 
     def seconds(self) -> dict[str, float]:
-        return self._parts | {"time/step_s": time.perf_counter() - self._begun}
+        now = time.perf_counter()
+        return self._parts | {"time/step_s": now - self._begun, "time/run_s": now - self._created}
 
 
 class LiveLine:

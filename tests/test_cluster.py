@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megastep.cluster import ClusterError, refuse_dead_address, refuse_too_small
+from megastep.cluster import ClusterError, node_by_node, refuse_dead_address, refuse_too_small
 from tests.models import some_tokens
 from tests.processes import alive, descendants, ray_folders, shared_memory_of, wait_for
 from tests.sync.test_transfer import greedy_with_transformers
@@ -21,6 +21,12 @@ def test_bundles_are_fitted_into_nodes():
         refuse_too_small([{"CPU": 1, "GPU": 4}] * 3, [node, node])
     with pytest.raises(ClusterError, match="set cluster.colocate"):  # 8 GPUs are there, not on one node
         refuse_too_small([{"CPU": 1, "GPU": 8}], [node, node])
+
+
+def test_ranks_are_numbered_node_by_node_and_gpu_by_gpu():
+    where = [("b", ["0"]), ("a", ["10"]), ("a", ["2"]), ("b", ["1"]), ("a", ["9"])]
+    assert node_by_node(where) == [2, 4, 1, 0, 3]
+    assert node_by_node([("a", []), ("a", [])]) == [0, 1]  # without GPUs: as they were reserved
 
 
 def test_an_address_without_ray_is_told_at_once():

@@ -352,13 +352,16 @@ def test_s13_optimizer_steps_depend_on_prompts_alone(replayed):
     assert "vllm" not in (replayed / "merge" / "log.txt").read_text()  # no engine was started
 
 
-def test_s18_steps_and_whole_trajectories_make_the_same_updates(replayed):
+def test_s18_steps_and_whole_trajectories_make_the_same_updates(replayed, tmp_path):
     """Every prompt extends the one before, so a trajectory can be one sequence; six optimizer steps, losses of each."""
     steps, whole = read_metrics(replayed / "flat"), read_metrics(replayed / "merge")
     assert [row["train/sequences_after_merge"] for row in steps] == [6 * 9, 6 * 45]
     assert [row["train/sequences_after_merge"] for row in whole] == [6 * 9, 6 * 9]
     for name in ("train/loss", "train/grad_norm", "train/entropy", "mismatch/kl", "train/ratio_max"):
         np.testing.assert_allclose([r[name] for r in steps], [r[name] for r in whole], rtol=1e-4, atol=1e-6)
+    one, two = (exported(replayed / n / "checkpoints" / "step_2", tmp_path / n) for n in ("flat", "merge"))
+    for name in one:
+        np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
 # ---------------------------------------------------------------- mistakes and failures

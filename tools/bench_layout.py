@@ -22,7 +22,8 @@ sequences that are trained on every token. Its attention is torch's SDPA, for Me
 
     python tools/bench_layout.py [--runs 3] [--workloads search,think]
 
-The last line is JSON: {"workloads": {NAME: {speedup_vs_merge, speedup_vs_flat, computed_over_distinct,
+Bars: 1.7, 4.5 and 6 times merge; every distinct token once; less memory than merge; overhead at most 1.05. Exit code 1 if
+one is missed. The last line is JSON: {"workloads": {NAME: {speedup_vs_merge, speedup_vs_flat, computed_over_distinct,
 peak_bytes_trie, peak_bytes_merge, max_rel_grad_diff}}, "overhead_vs_megatron": x}.
 """
 
@@ -71,6 +72,7 @@ MODEL = dict(
     tie_word_embeddings=False, rope_theta=10000.0, initializer_range=0.05,
 )
 BUDGET = 16_384
+SPEEDUP, OVERHEAD = {"search": 1.7, "think": 4.5, "long_think": 6.0}, 1.05
 
 
 # ---------------------------------------------------------------- workloads
@@ -457,7 +459,7 @@ def measure(policy, name: str, runs: int, peak: dict[str, int]) -> dict:
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="timed runs of each set-up; the best counts")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="some of search,think,long_think")
@@ -469,12 +471,29 @@ def main() -> None:
         policy = make_policy(Path(folder))
         if args.peaks:
             print(json.dumps(peaks(policy, names)))
-            return
+            return 0
         peak = peaks_elsewhere(names)
         workloads = {name: measure(policy, name, args.runs, peak[name]) for name in names}
         result = {"workloads": workloads, "overhead_vs_megatron": overhead(policy, args.runs)}
+    missed = bars_missed(result)
+    print("\n".join(f"missed: {line}" for line in missed) or "every bar is met")
     print(json.dumps(result))
+    return 1 if missed else 0
+
+
+def bars_missed(result: dict) -> list[str]:
+    missed = []
+    for name, found in result["workloads"].items():
+        if found["speedup_vs_merge"] < SPEEDUP[name]:
+            missed.append(f"{name}: {found['speedup_vs_merge']:.2f} times merge, not {SPEEDUP[name]}")
+        if round(found["computed_over_distinct"], 2) != 1.0:
+            missed.append(f"{name}: {found['computed_over_distinct']:.3f} tokens computed for a distinct one")
+        if found["peak_bytes_trie"] >= found["peak_bytes_merge"]:
+            missed.append(f"{name}: more memory than merge")
+    if result["overhead_vs_megatron"] > OVERHEAD:
+        missed.append(f"overhead {result['overhead_vs_megatron']:.3f}, more than {OVERHEAD}")
+    return missed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -41,6 +41,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megastep.config import Config, ParallelConfig
+from megastep.rollout.agent import recorded_tokens
 from megastep.rollout.generation import Sampling
 from megastep.samples import lay_out
 from megastep.types import Group, Sample, Step, Trajectory, validate
@@ -100,7 +101,7 @@ async def _trajectory(generate, group: int, index: int, prompt, told, rewritten:
     steps: list[Step] = []
     for turn, observation in enumerate(told):
         seed = (group * 1000 + index) * 10 + turn
-        known = _recorded_prefix(prompt, steps)
+        known = recorded_tokens(steps, prompt)
         answer = await generate(prompt, Sampling(TOKENS // len(told), seed=seed), session=f"{group}/{index}",
                                 routing_start=known)
         steps.append(Step(
@@ -110,16 +111,6 @@ async def _trajectory(generate, group: int, index: int, prompt, told, rewritten:
         ))
         prompt = np.concatenate([prompt, answer.ids[DROPPED if rewritten else 0 :], observation])
     return Trajectory(group, index, steps)
-
-
-def _recorded_prefix(prompt: np.ndarray, steps: list[Step]) -> int:
-    """How many leading tokens of the prompt have their experts from the step before."""
-    if not steps:
-        return 0
-    before = np.concatenate([steps[-1].prompt_ids, steps[-1].response_ids])[: steps[-1].routing_end]
-    length = min(len(before), len(prompt))
-    differs = np.flatnonzero(before[:length] != prompt[:length])
-    return int(differs[0]) if len(differs) else length
 
 
 # ---------------------------------------------------------------- the policy's ranks

@@ -159,15 +159,3 @@ def tensor_group():
 
 def context_group():
     return mpu.get_context_parallel_group()
-
-
-def pipeline_group():
-    return mpu.get_pipeline_model_parallel_group()
-
-
-def expert_group():
-    return mpu.get_expert_model_parallel_group()
-
-
-def expert_tensor_group():
-    return mpu.get_expert_tensor_parallel_group()

@@ -191,6 +191,8 @@ class Fleet:
                 await asyncio.wait_for(_result(handle.check.remote()), self._settings.health_timeout_s)
             except RayActorError:
                 await self._lose(seat, handle, "its process ended")
+            except RayTaskError as error:
+                await self._lose(seat, handle, f"its health check failed: {error.cause}")
             except TimeoutError:
                 await self._lose(seat, handle, "it did not answer a health check")
 

@@ -83,7 +83,8 @@ MEANINGS = {
     "replay/conflict_rate": "share of experts recorded twice that differ from the owner's",
     "replay/free_fraction": "share of tokens whose experts the live router decides",
     # where the time goes
-    "time/step_s": "seconds of the whole step",
+    "time/step_s": "seconds of the whole step, without writing its metrics and checkpoint",
+    "time/run_s": "seconds since the command began to train",
     "time/rollout_s": "seconds of generating the batch",
     "time/layout_s": "seconds of credit, folding and packing",
     "time/update_s": "seconds of training on the batch",

@@ -233,6 +233,7 @@ def test_s5_what_the_commands_say(tokens, chat):
     (["rollout", "--out", "nowhere/file"], "error: --out nowhere/file: must be a file in a folder"),
     (["rollout", "--out", "out.safetensors", "model.init=hf"], "error: configs/models/chase: no weights"),
     (["eval", "run.resume=nowhere"], "nowhere"),
+    (["eval", "run.name=mistyped"], "error: run.name = mistyped: there is no checkpoint in"),
 ])
 def test_a_mistake_is_one_line_and_nothing_was_started(arguments, message, capsys, monkeypatch, tmp_path):
     from megastep import cli, collect

@@ -195,13 +195,16 @@ class Stub:
     """An actor with an engine's methods: `generate` does as the prompt says."""
 
     def __init__(self, index: int):
-        self.index, self.calls = index, 0
+        self.index, self.calls, self.sick = index, 0, 0
 
     async def start(self) -> int:
         return os.getpid()
 
     async def check(self) -> None:
-        pass
+        if self.sick == 4:
+            raise ValueError("a broken pipe")
+        if self.sick == 5:
+            await asyncio.sleep(1000)
 
     async def generate(self, prompt_ids, sampling, name, routing_start):
         self.calls += 1
@@ -209,6 +212,7 @@ class Stub:
             await asyncio.sleep(1000)
         if prompt_ids[0] == 3:
             os._exit(1)
+        self.sick = prompt_ids[0]
         return self.index, self.calls
 
 
@@ -247,6 +251,16 @@ def test_an_engine_that_hangs_is_replaced_and_its_calls_go_elsewhere(misbehaving
     assert [index for index, _ in answers] == [1, 1, 0] or [index for index, _ in answers] == [1, 0, 1]
     wait_for(lambda: all(seat.serving for seat in fleet.seats), 30)
     assert [seat.restarts for seat in fleet.seats] == [1, 0]
+
+
+@pytest.mark.parametrize("sickness, why", [(4, "its health check failed: a broken pipe"),
+                                           (5, "it did not answer a health check")])
+def test_an_engine_that_is_not_well_is_replaced(misbehaving, sickness, why):
+    fleet = misbehaving(health_every_s=0.2, health_timeout_s=1)
+    ask(fleet, sickness)
+    wait_for(lambda: fleet.seats[0].restarts == 1 and fleet.seats[0].serving, 30)
+    assert (fleet.seats[0].lost_why, fleet.seats[1].restarts) == (why, 0)
+    assert [calls for _, calls in ask(fleet, 0)] == [1]  # by the new one
 
 
 def test_when_every_engine_is_gone_calls_end_with_an_error(misbehaving):
