@@ -79,10 +79,11 @@ class Cluster:
             self.engines.resume()
         return version
 
-    def _refresh(self, handle: Any) -> None:
-        """The same for one engine that does not serve yet."""
+    def _refresh(self, handle: Any, serve: Callable[[], None]) -> None:
+        """The same for one engine that does not serve yet, and does before the next push."""
         with self._pushing:
             self.policy.push([handle])
+            serve()
 
     # ------------------------------------------------------------ Ray
 
@@ -287,8 +288,9 @@ class Policy:
         self.data_ranks = ray.get([actor.start.remote(rank, address, backend) for rank, actor in enumerate(self.ranks)])
 
     def call(self, method: str, *arguments, **named) -> list:
-        """`PolicyWorker.method` on every rank with the same arguments; the results in rank order."""
-        return self._collect(lambda actor, _: actor.call.remote(method, *arguments, **named))
+        """`PolicyWorker.method` on every rank with the same arguments, which travel once per node."""
+        shared = [ray.put(argument) for argument in arguments]
+        return self._collect(lambda actor, _: actor.call.remote(method, *shared, **named))
 
     def scatter(self, method: str, by_data_rank: list) -> list:
         """`PolicyWorker.method` on every rank with the part of its data-parallel rank, which travels once per node."""

@@ -8,6 +8,7 @@ Nothing derived is ever written back: what follows from the values is computed w
 """
 
 import difflib
+import math
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -518,7 +519,8 @@ _NOT_NEGATIVE = (
     "policy.offload_layers", "policy.router_balance", "policy.router_z", "loss.clip_low", "loss.clip_high",
     "loss.dual_clip", "loss.kl", "loss.entropy", "loss.correction_low", "checkpoint.every_steps", "train.seed",
     "train.eval_every", "run.rollouts_every", "warm_start.trajectories", "warm_start.lr", "credit.step_weight",
-    "engine.restarts", "asynchronous.max_staleness", "data.held_out", "rollout.temperature", "rollout.top_k", "eval.temperature", "eval.top_k",
+    "engine.restarts", "asynchronous.max_staleness", "data.held_out", "rollout.temperature", "rollout.top_k",
+    "eval.temperature", "eval.top_k",
 )
 _FRACTIONS = ("optimizer.offload_fraction", "replay.min_agreement", "credit.discount")
 _RECOMPUTED = ("full", "core_attn", "mlp", "moe", "moe_act", "layernorm")
@@ -650,6 +652,8 @@ def _check_engine(engine: EngineConfig, arch: Architecture, problems: _Problems)
 
 def _check_placement(config: Config, problems: _Problems) -> None:
     ahead = config.asynchronous.max_staleness
+    problems.check(ahead <= 0 or 1 <= ahead * config.rollout.prompts < math.inf, "asynchronous.max_staleness", ahead,
+                   f"must be 0, or enough for one of the {config.rollout.prompts} prompts of a batch")
     problems.check(ahead == 0 or not config.cluster.colocate, "asynchronous.max_staleness", ahead,
                    "engines that share their GPUs with the policy cannot work while it does; needs "
                    "cluster.colocate=false")

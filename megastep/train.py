@@ -1,11 +1,12 @@
-"""The loop, synchronous or not: `async.max_staleness` is how far episodes may run ahead of training.
+"""The loop. `async.max_staleness` is how far episodes may run ahead of training; 0: synchronous.
 
     start     warm start on demonstrations, once ── weights into the engines ── held-out evaluation
     step      rollout → filter → credit, fold and pack → update → weights into the engines → evaluate → log → save
 
-`Loop.run` reads as that. Synchronous, a step's rollout is played when it is asked for; else it was begun before, goes on
-during updates and pushes, and so does evaluation (rollout/stream.py). `replay` is the same without engines, on rollouts from a file. What a run has said and kept is
-in its directory (rundir.py); what each metric means is said in view/meanings.py.
+`Loop.run` reads as that. Synchronous, a step's rollout is played when it is asked for; else it was begun before, and goes
+on during updates and pushes, as evaluation does (rollout/stream.py). `replay` is the same without engines, on rollouts
+from a file. What a run has said and kept is in its directory (rundir.py); what each metric means is said in
+view/meanings.py.
 """
 
 import os
@@ -123,9 +124,6 @@ class Loop:
         self.config, self.cluster, self.run_, self.log = config, cluster, run, log
         self.step = run.state.step
         self.ages = Ages(run.state.pushed)
-        self.sampling = filters.DynamicSampling(
-            config.rollout.prompts, config.filters.max_batches, waiting=run.state.waiting
-        )
         ahead = config.asynchronous
         self.stream = GroupStream(task.pool(cluster.engines.generate), task.stream(), config.rollout.prompts,
                                   config.train.steps, ahead.max_staleness, ahead.on_stale)
@@ -164,6 +162,8 @@ class Loop:
             self.stream.restore(
                 self.step, StreamState(state.position, state.unfinished, state.ready, state.ready_begun)
             )
+            if state.evaluates:
+                self.evaluation.begin(self.step)
             return
         if demonstrations:
             with self.line.stage("warm start", self.config.warm_start.optimizer_steps) as on_step:
@@ -181,49 +181,58 @@ class Loop:
 
     def collect(self) -> tuple[list[Group], dict[str, float]]:
         """Rollout and filters: groups to train on, and metrics of all that was played for them."""
-        played, dropped, counts = [], [], Counter()
-        while True:
+        kept, played, dropped, counts = [], [], [], Counter()
+        wanted = self.config.rollout.prompts
+        while wanted:
             with self.clock("time/rollout_s"):
-                taken = self.stream.take(self.step - 1)
-            refuse_all_failed(taken.groups)
+                taken = self.stream.take(self.step - 1, wanted)
             played += taken.groups
-            counts.update({"async/waited": taken.waited, "async/dropped": taken.dropped})
-            kept, gone = sift(taken.groups, self.config)
-            dropped += gone
-            if self.config.filters.dynamic_sampling:
-                self.sampling.waiting, gone = self.ages.refuse_old(self.sampling.waiting, self.stream.max_age)
-                dropped += gone
-                try:
-                    kept, gone = self.sampling.add(kept)
-                except ValueError as error:
-                    raise RunError(str(error)) from None
-                dropped += gone
-            if kept is not None:
-                break
-        kept, gone = self.ages.refuse_old(kept, self.stream.max_age)
-        dropped += gone
+            refuse_all_failed(played)
+            fresh, old = self.ages.refuse_old(taken.groups, self.stream.max_age)
+            passed, gone = sift(fresh, self.config)
+            kept += passed
+            dropped += gone + old
+            counts.update({"async/waited": taken.waited,
+                           "async/dropped": taken.dropped + len(taken.groups) - len(fresh)})
+            wanted = self.still_wanted(kept, played)
         every = self.config.run.rollouts_every
         if every and self.is_due(every):
             store.write(self.run_.rollouts(self.step), played)
-        metrics = rollout_metrics(played) | filter_metrics(dropped, _count(played)) | self.ages.metrics(kept) | counts
+        metrics = rollout_metrics(played) | filter_metrics(dropped, _count(played)) | counts
+        metrics |= self.ages.metrics(kept, self.stream.max_age)
         return kept, metrics | {"rollout/tokens_per_s": self.stream.tokens_per_s()}
+
+    def still_wanted(self, kept: list[Group], played: list[Group]) -> int:
+        """Prompts to be played in the place of those that were dropped."""
+        prompts, settings = self.config.rollout.prompts, self.config.filters
+        wanted = prompts - len(kept) if settings.dynamic_sampling else 0
+        if wanted and len(played) >= settings.max_batches * prompts:
+            raise RunError(
+                f"filters.max_batches = {settings.max_batches}: of {len(played)} prompts {len(kept)} had trajectories "
+                f"of different reward, {prompts} are needed; the task is too easy or too hard, or the limit too low"
+            )
+        return wanted
 
     def evaluate(self) -> dict[str, float]:
         """What there is to say of held-out prompts now. Training waits for it where it must: synchronous, at the
-        beginning and at the end."""
-        metrics = {}
-        beside = self.stream.ahead > 0 and 0 < self.step < self.config.train.steps
-        with self.clock("time/eval_s"):
-            if self.step == 0 or self.is_due(self.config.train.eval_every):
-                metrics |= self.evaluation.result()
-                self.evaluation.begin(self.step)
-            if not beside or self.evaluation.is_done():
-                metrics |= self.evaluation.result()
+        beginning and at the end, and before the next evaluation."""
+        metrics, last = {}, self.step == self.config.train.steps
+        if self.step == 0 or self.is_due(self.config.train.eval_every):
+            metrics |= self.wait_for_evaluation()
+            self.evaluation.begin(self.step)
+        if self.stream.ahead == 0 or self.step == 0 or last or self.evaluation.is_done():
+            metrics |= self.wait_for_evaluation()
         return metrics
+
+    def wait_for_evaluation(self) -> dict[str, float]:
+        if not self.evaluation.is_running:
+            return {}
+        with self.clock("time/eval_s"):
+            return self.evaluation.result()
 
     def save(self, root: Path) -> None:
         outstanding = self.stream.state()
-        state = LoopState(self.step, **vars(outstanding), pushed=self.ages.pushed, waiting=self.sampling.waiting)
+        state = LoopState(self.step, **vars(outstanding), pushed=self.ages.pushed, evaluates=self.evaluation.is_running)
         self.cluster.policy.call("save", root, state)
 
     def is_due(self, every: int) -> bool:
@@ -241,13 +250,16 @@ class Evaluation:
     def begin(self, step: int) -> None:
         self._running = step, self.stream.submit(self.pool.run(self.prompts))
 
+    @property
+    def is_running(self) -> bool:
+        """Or has ended, and nobody has asked for its result yet."""
+        return self._running is not None
+
     def is_done(self) -> bool:
         return self._running is not None and self._running[1].done()
 
     def result(self) -> dict[str, float]:
-        """Its metrics, once; waits for them. Nothing, if none was begun."""
-        if self._running is None:
-            return {}
+        """Its metrics, once; waits for them."""
         (step, future), self._running = self._running, None
         groups = future.result()
         refuse_all_failed(groups)
@@ -261,7 +273,7 @@ def sift(groups: list[Group], config: Config) -> tuple[list[Group], list[filters
         filters.failed,
         filters.finite_rewards,
         lambda left: filters.over_long(left, settings.over_long),
-        filters.zero_variance if settings.zero_variance else lambda left: (left, []),
+        filters.zero_variance if settings.zero_variance or settings.dynamic_sampling else lambda left: (left, []),
     ):
         groups, gone = keep(groups)
         dropped += gone

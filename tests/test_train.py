@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 from megastep import cli
+from megastep.config import load
 from megastep.policy.manifest import latest, read_manifest
 from megastep.report import read_metrics
+from megastep.rundir import RunError
 from megastep.samples import store
+from megastep.train import Loop
 from megastep.types import Group, Step, Trajectory
 from tests.processes import alive, descendants, wait_for
 
@@ -168,22 +171,21 @@ def numbers(folder) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def killed(quick, tmp_path_factory):
-    """A run of six steps, and another that was killed while it wrote its fourth checkpoint and then resumed."""
+    """A run of six steps, and another that was killed while it wrote a checkpoint and then resumed."""
     folder = tmp_path_factory.mktemp("killed")
     start = f"run.resume={quick[0]}/start/step_0"
     whole = begin(megastep("train", folder, "whole", *SMALL, start))
     victim = begin(megastep("train", folder, "killed", *SMALL, start))
     try:
         checkpoints = folder / "killed" / "checkpoints"
-        wait_for(lambda: (checkpoints / "step_4.partial").exists() or victim.poll() is not None, 300)
+        wait_for(lambda: (checkpoints / "step_3").exists() or victim.poll() is not None, 300)
         family = descendants(victim.pid)
-        victim.kill()
-        victim.wait()
-        after_kill = latest(checkpoints).name, (checkpoints / "step_4.partial").exists()
+        step = kill_in_mid_save(victim, pids(family, "ray::PolicyRank"), checkpoints)
+        after_kill = latest(checkpoints).name, (checkpoints / f"step_{step}.partial").exists(), step
         wait_for(lambda: not left(family), 60)
         resumed = run(megastep("train", folder, "killed", *SMALL))
         assert resumed.returncode == 0, resumed.stderr[-3000:]
-        assert "continues after step 3" in resumed.stdout
+        assert f"continues after step {step - 1}" in resumed.stdout
         assert whole.wait(300) == 0, whole.stderr.read()[-3000:]
     finally:
         whole.kill()
@@ -191,9 +193,23 @@ def killed(quick, tmp_path_factory):
     return folder, after_kill
 
 
+def kill_in_mid_save(process, ranks: list[int], checkpoints) -> int:
+    """The ranks, which write it, before the driver; returns the step of the checkpoint."""
+    deadline = time.time() + 200
+    while time.time() < deadline:
+        for path in checkpoints.glob("step_*.partial"):
+            for rank in ranks:
+                os.kill(rank, signal.SIGKILL)
+            process.kill()
+            process.wait()
+            return int(path.stem.removeprefix("step_"))
+        time.sleep(0.001)
+    raise TimeoutError
+
+
 def test_x6_a_kill_in_mid_save_leaves_the_checkpoint_before(killed):
-    folder, after_kill = killed
-    assert after_kill == ("step_3", True)
+    folder, (newest, is_partly_there, step) = killed
+    assert newest == f"step_{step - 1}" and is_partly_there and step >= 4
     assert latest(folder / "killed" / "checkpoints").name == "step_6"
     assert not list((folder / "killed" / "checkpoints").glob("*.partial"))
 
@@ -209,10 +225,11 @@ def test_x6_killed_and_resumed_is_the_same_run_bit_for_bit(killed, tmp_path):
     assert set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_x5_x6_groups_that_wait_are_in_the_checkpoint(killed):
-    """Otherwise the test above would not see that they survive."""
-    found = [path for path in killed[0].glob("*/checkpoints/step_*/waiting.safetensors")]
-    assert found and all(store.read(path) for path in found)
+def test_x5_dynamic_sampling_plays_others_in_the_place_of_prompts_without_a_signal(killed):
+    """So the test above has seen that the data's position survives, which does not follow from the step."""
+    rows = read_metrics(killed[0] / "whole")[1:]
+    assert max(row["rollout/prompts"] for row in rows) > 4
+    assert all(row["train/optimizer_steps"] == 2 and row["age/max"] == 0 for row in rows)  # of four prompts each time
 
 
 # ---------------------------------------------------------------- ahead of training
@@ -244,11 +261,10 @@ def test_s15_it_learns_ahead_of_training(ahead):
 
 def test_s15_no_trained_token_is_older_than_allowed(ahead):
     """From the tokens' own versions; and corrected by what the trainer makes of them."""
-    rows, pushed = read_metrics(ahead), []
+    rows = read_metrics(ahead)
     for row in rows[1:]:
         groups = store.read(ahead / "rollouts" / f"step_{row['step']}.safetensors")
         versions = {int(v) for g in groups for t in g.trajectories for s in t.steps for v in s.versions[:, 0]}
-        pushed = sorted({*pushed, *versions})
         assert max(versions) <= row["rollout/version"] - 2  # two optimizer steps a batch
         assert row["age/max"] <= 1 and row["rollout/version"] - min(versions) <= 2 * 2
         assert row["train/importance_mean"] == pytest.approx(1, abs=0.2)
@@ -263,13 +279,13 @@ def test_s5_s15_every_prompt_is_trained_once_and_counted_by_trajectory(ahead):
         assert row["turn/count"] == pytest.approx(256 * row["rollout/turns_mean"])
 
 
-KILLS = int(os.environ.get("MEGASTEP_KILLS", 3))
+KILLS = int(os.environ.get("MEGASTEP_KILLS", 2))
 
 
 def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
     """MEGASTEP_KILLS=20 for more of them: an engine, a rank or the driver, at random moments."""
     random, steps = Random(0), 4 + 4 * KILLS
-    kinds = [("ray::Engine", "ray::PolicyRank", "megastep train")[i % 3] for i in range(KILLS)]
+    kinds = [("ray::Engine", "megastep train", "ray::PolicyRank")[i % 3] for i in range(KILLS)]
     given = (f"train.steps={steps}", "rollout.prompts=4", "rollout.samples=4", "train.mini_batch_prompts=4",
              "async.max_staleness=1.5", "run.rollouts_every=1", "checkpoint.every_steps=1", "eval.prompts=2",
              "eval.samples=1", "policy.ranks=1", "policy.parallel.expert=1")
@@ -294,6 +310,10 @@ def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
     finally:
         process.kill()
     assert sorted(trained_ids(folder, steps)) == list(range(4 * steps))
+    rows = read_metrics(folder)[1:]
+    assert sum(row["filter/dropped"] + row["async/dropped"] for row in rows) == 0  # all that was played was trained on
+    ready = [store.read(path) for path in folder.glob("checkpoints/*/ready.safetensors")]
+    assert all(step.routing is not None for groups in ready for g in groups for t in g.trajectories for step in t.steps)
     assert [row["step"] for row in read_metrics(folder)] == list(range(steps + 1))
     assert max(row["age/max"] for row in read_metrics(folder)[1:]) in (1, 2)
 
@@ -408,6 +428,17 @@ def test_what_a_rank_refuses_is_a_line(capsys, tmp_path):
     args = argparse.Namespace(config=LOCAL, overrides=[f"run.dir={tmp_path}"])
     assert cli._run(args, refuse) == 1
     assert capsys.readouterr().err.strip() == "error: the routes belong to other tokens"
+
+
+def test_x5_dynamic_sampling_gives_up_with_a_reason():
+    from types import SimpleNamespace
+
+    given = ["filters.dynamic_sampling=true", "filters.max_batches=2", "rollout.prompts=2"]
+    loop = SimpleNamespace(config=load(LOCAL, [*given, "train.mini_batch_prompts=2"]))
+    group = Group(0, [])
+    assert Loop.still_wanted(loop, [group], [group] * 2) == 1 and Loop.still_wanted(loop, [group] * 2, [group] * 4) == 0
+    with pytest.raises(RunError, match="filters.max_batches = 2: of 4 prompts 1 had trajectories of different reward"):
+        Loop.still_wanted(loop, [group], [group] * 4)
 
 
 BARE = ("warm_start.trajectories=0", "policy.ranks=1", "policy.parallel.expert=1", "optimizer.warmup_steps=0")

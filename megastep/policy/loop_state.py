@@ -1,8 +1,7 @@
 """What the loop itself must remember to go on where it was; a part of every checkpoint.
 
     loop.json                where the data stands, which prompts had begun, which policies the engines have had
-    waiting.safetensors      groups that passed the filters and were not yet trained on, if there are any
-    ready.safetensors        groups that were played and not yet looked at
+    ready.safetensors        groups that were played and not yet trained on, if there are any
 """
 
 import json
@@ -12,7 +11,7 @@ from pathlib import Path
 from megastep.samples import store
 from megastep.types import Group
 
-_LOOP, _GROUPS = "loop.json", ("waiting", "ready")
+_LOOP, _READY = "loop.json", "ready.safetensors"
 
 
 @dataclass
@@ -22,15 +21,14 @@ class LoopState:
     unfinished: list[int] = field(default_factory=list)  # prompts that have begun and must be played again
     ready_begun: list[int] = field(default_factory=list)  # of each ready group: training steps before it began
     pushed: list[int] = field(default_factory=list)  # versions that the engines have had, the newest last
-    waiting: list[Group] = field(default_factory=list)
+    evaluates: bool = False  # held-out prompts were being played
     ready: list[Group] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        plain = {name: value for name, value in vars(self).items() if name not in _GROUPS}
+        plain = {name: value for name, value in vars(self).items() if name != "ready"}
         (folder / _LOOP).write_text(json.dumps(plain))
-        for name in _GROUPS:
-            if getattr(self, name):
-                store.write(folder / f"{name}.safetensors", getattr(self, name))
+        if self.ready:
+            store.write(folder / _READY, self.ready)
 
     @classmethod
     def read(cls, folder: Path) -> "LoopState":
@@ -38,8 +36,6 @@ class LoopState:
         if not (folder / _LOOP).is_file():
             return cls(step=0)
         state = cls(**json.loads((folder / _LOOP).read_text()))
-        for name in _GROUPS:
-            path = folder / f"{name}.safetensors"
-            if path.is_file():
-                setattr(state, name, store.read(path))
+        if (folder / _READY).is_file():
+            state.ready = store.read(folder / _READY)
         return state

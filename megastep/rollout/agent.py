@@ -119,7 +119,8 @@ class _Episode:
         try:
             async with asyncio.timeout(self.agent.limits.env_timeout_s) as clock:
                 return await method(*arguments)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            _refuse_own_cancellation(error)
             if clock.expired():
                 reason = f"no answer within {self.agent.limits.env_timeout_s:g} s"
                 raise _Stop("env_timeout", "error", reason) from None
@@ -144,7 +145,8 @@ class _Episode:
         start = recorded_tokens(self.steps, prompt_ids)
         try:
             made = await agent.generate(prompt_ids, sampling, session=self.session, routing_start=start)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            _refuse_own_cancellation(error)
             raise _Stop("engine_error", "error", _told(error)) from None
         return make_step(len(self.steps), prompt_ids, made, agent.renderer)
 
@@ -201,6 +203,12 @@ def call_seed(seed: int | str, group_id: int, index: int, turn: int) -> int:
     """The same number for the same call of the same run, and no relation between different ones."""
     digest = hashlib.blake2b(f"{seed}/{group_id}/{index}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2  # fits an int64 everywhere
+
+
+def _refuse_own_cancellation(error: BaseException) -> None:
+    """Passes on what cancels the episode; a cancellation that leaks out of somebody's client is a failure like others."""
+    if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+        raise error
 
 
 def _told(error: BaseException) -> str:

@@ -53,10 +53,11 @@ class Seat:
 
 
 class Fleet:
-    """`spawn(index)` starts an actor; `refresh(handle)` gives it the policy's weights; None: it has its own."""
+    """`spawn(index)` starts an actor; `refresh(handle, serve)` gives it the policy's weights and then calls `serve`;
+    None: it has its own."""
 
     def __init__(self, spawn: Callable[[int], Any], settings: EngineConfig,
-                 refresh: Callable[[Any], None] | None = None, log: str | None = None):
+                 refresh: Callable[[Any, Callable[[], None]], None] | None = None, log: str | None = None):
         self._spawn, self._settings, self._refresh = spawn, settings, refresh
         self._log = log  # where the engines say more
         self._sessions: OrderedDict[str, Seat] = OrderedDict()
@@ -210,18 +211,27 @@ class Fleet:
             try:
                 seat.handle = self._spawn(seat.index)
                 await self._build(seat)
-                if self._refresh is not None:
-                    await asyncio.get_running_loop().run_in_executor(None, self._refresh, seat.handle)
+                await self._join(seat)
             except Exception as error:  # whatever keeps an engine from starting: try again, as often as allowed
                 seat.lost_why = f"did not restart: {error}"
                 ray.kill(seat.handle)
             else:
-                self._serve(seat)
                 break
         else:
             seat.restarts = self._settings.restarts + 1
         async with self._changed:
             self._changed.notify_all()
+
+    async def _join(self, seat: Seat) -> None:
+        """Serve, with the policy's weights. `refresh` calls back before it lets the next push begin, which then knows
+        this engine."""
+        if self._refresh is None:
+            return self._serve(seat)
+
+        async def serve() -> None:
+            self._serve(seat)
+
+        await asyncio.get_running_loop().run_in_executor(None, self._refresh, seat.handle, lambda: self._run(serve()))
 
     async def _each(self, method: str, *arguments) -> None:
         """Call the engines that serve; one that dies meanwhile is lost, not an error."""

@@ -11,7 +11,7 @@ latest `ceil(ahead)` steps later. Groups are taken as they become complete, the 
 starved; what would otherwise come too late is dealt with as `on_stale` says:
 
     wait    `take` waits, for what is due now, and for as many others as a later batch would have no place for
-    drop    it is given up when it is too old, whether it is complete or not, and other prompts take its place
+    drop    it is given up when it is too old, whether it is complete or not, and another prompt takes its place
 
 Invariants, held by the tests: a prompt is in one batch, or was dropped and counted; no group is taken too late; what
 `state` tells is enough to go on in another process without losing or repeating a prompt.
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 from megastep.rollout.data import Prompt, PromptStream
 from megastep.rollout.pool import Pool
-from megastep.types import Group
+from megastep.types import Group, Trajectory
 
 
 @dataclass(eq=False)
@@ -66,10 +66,10 @@ class GroupStream:
         self.max_age = math.ceil(ahead)
         self.drops = on_stale == "drop"
         self.step = 0
-        self._entries: dict[int, Entry] = {}  # outstanding, in the order in which they began
+        self._entries: dict[int, Entry] = {}  # outstanding, in the order in which they were drawn
         self._wanted = 0  # groups that `take` waits for
-        self._dropped = 0
         self._speed = Speed()
+        self._roots: set[asyncio.Task] = set()  # to be cancelled at the end, each once; they cancel what they began
 
     def __enter__(self) -> "GroupStream":
         self._loop = asyncio.new_event_loop()
@@ -83,23 +83,34 @@ class GroupStream:
     def __exit__(self, *_) -> None:
         asyncio.run_coroutine_threadsafe(self._drop_tasks(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10)
+        self._thread.join()
+        self._loop.close()
 
     async def _drop_tasks(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        tasks = set(self._roots)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # ------------------------------------------------------------ for the trainer's thread
 
-    def take(self, step: int) -> Taken:
-        """A batch for the training step after `step` others, in the order of the prompts."""
-        return self.submit(self._take(step)).result()
+    def take(self, step: int, count: int | None = None) -> Taken:
+        """A batch for the training step after `step` others, in the order of the prompts; or `count` groups more for the
+        same step."""
+        return self.submit(self._take(step, self.batch if count is None else count)).result()
 
     def submit(self, coroutine: Coroutine) -> Future:
         """Run something else, such as an evaluation, beside the episodes."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+        async def root():
+            task = asyncio.current_task()
+            self._roots.add(task)
+            try:
+                return await coroutine
+            finally:
+                self._roots.discard(task)
+
+        return asyncio.run_coroutine_threadsafe(root(), self._loop)
 
     def state(self) -> StreamState:
         return self.submit(self._state()).result()
@@ -111,25 +122,27 @@ class GroupStream:
 
     def tokens_per_s(self) -> float:
         """Sampled tokens of the groups that became complete since the last call, per second that episodes ran."""
-        return self._speed.read()
+
+        async def read() -> float:
+            return self._speed.read()
+
+        return self.submit(read()).result()
 
     # ------------------------------------------------------------ in the loop
 
-    async def _take(self, step: int) -> Taken:
-        self.step = step
-        dropped_before = self._dropped
-        self._wanted, waited = self.batch, 0
+    async def _take(self, step: int, count: int) -> Taken:
+        self.step, self._wanted = step, count
+        waited, dropped = 0, self._give_up_old()
         while True:
             if self._error is not None:
                 raise self._error
-            self._give_up_old()
             self._begin()
             ready = [entry for entry in self._entries.values() if entry.group is not None]
-            chosen = ready[: self.batch]  # the oldest
+            chosen = ready[:count]  # the oldest
             missing = self._missing(chosen)
-            if len(chosen) == self.batch and missing == 0:
+            if len(chosen) == count and missing == 0:
                 break
-            if len(chosen) == self.batch:
+            if len(chosen) == count:
                 waited = max(waited, missing)
             self._changed.clear()
             await self._changed.wait()
@@ -137,12 +150,11 @@ class GroupStream:
         for entry in chosen:
             del self._entries[entry.prompt.id]
         self._begin()
-        groups = [entry.group for entry in sorted(chosen, key=lambda entry: entry.prompt.id)]
-        return Taken(groups, waited, self._dropped - dropped_before)
+        return Taken([e.group for e in sorted(chosen, key=lambda e: e.prompt.id)], waited, dropped)
 
     def _missing(self, chosen: list[Entry]) -> int:
-        """How many more groups that will be due soon this batch must hold, so that every later one has a place for each
-        that is due by then."""
+        """How many groups that are not complete this batch has to wait for, so that every later one has a place for
+        each that is due by then."""
         if self.drops:
             return 0
 
@@ -150,14 +162,17 @@ class GroupStream:
             return sum(e.begun is not None and e.begun + self.max_age <= self.step + steps for e in entries)
 
         outstanding = self._entries.values()
-        return max(count(outstanding, k) - k * self.batch - count(chosen, k) for k in range(self.max_age + 1))
+        short = max(count(outstanding, k) - k * self.batch - count(chosen, k) for k in range(self.max_age + 1))
+        return min(short, sum(entry.begun is not None and entry.group is None for entry in outstanding))
 
-    def _give_up_old(self) -> None:
-        for entry in list(self._entries.values()) if self.drops else []:
-            if entry.begun is not None and entry.begun + self.max_age < self.step:
-                entry.task and entry.task.cancel()
-                del self._entries[entry.prompt.id]
-                self._dropped += 1
+    def _give_up_old(self) -> int:
+        """Where training waits for groups there are none, unless a run goes on with less patience than it began."""
+        old = [e for e in self._entries.values() if e.begun is not None and e.begun + self.max_age < self.step]
+        for entry in old:
+            if entry.task is not None:
+                entry.task.cancel()
+            del self._entries[entry.prompt.id]
+        return len(old)
 
     def _begin(self) -> None:
         """Prompts as far ahead as is allowed."""
@@ -169,26 +184,25 @@ class GroupStream:
         self._entries[entry.prompt.id] = entry
         self._speed.starts()
         entry.task = asyncio.ensure_future(self._group(entry))
+        self._roots.add(entry.task)
+        entry.task.add_done_callback(self._roots.discard)
 
     async def _group(self, entry: Entry) -> None:
         """Episodes find their places in the order in which they were asked for."""
 
-        async def episode(index: int):
+        async def episode(index: int) -> Trajectory:
             async with self._places:
                 entry.begun = self.step if entry.begun is None else entry.begun
                 return await self.pool.play(entry.prompt, index)
 
         tokens = 0
         try:
-            episodes = [asyncio.ensure_future(episode(index)) for index in range(self.pool.samples)]
-            try:
-                entry.group = Group(entry.prompt.id, list(await asyncio.gather(*episodes)))
-            finally:
-                for task in episodes:
-                    task.cancel()
+            async with asyncio.TaskGroup() as tasks:  # ends when all have closed their environments
+                episodes = [tasks.create_task(episode(index)) for index in range(self.pool.samples)]
+            entry.group = Group(entry.prompt.id, [task.result() for task in episodes])
             tokens = sampled_tokens([entry.group])
-        except Exception as error:
-            self._error = error  # for whoever takes next
+        except ExceptionGroup as errors:
+            self._error = errors.exceptions[0]  # for whoever takes next
         finally:
             self._speed.ends(tokens)
             self._changed.set()

@@ -1,9 +1,8 @@
-"""How old is what is trained on? The age of a token: how many policies the engines have been given since it was sampled.
+"""How old is what is trained on? The age of a token: the policies that the engines were given since it was sampled.
 
     pushed = [188, 190, 192], newest last      a token of version 190 has age 1, one of 192 age 0
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,9 +23,7 @@ class Ages:
 
     def of(self, group: Group) -> np.ndarray:
         """[trained tokens] of all its steps."""
-        return self._ages(step for t in group.trajectories for step in t.steps)
-
-    def _ages(self, steps: Iterable) -> np.ndarray:
+        steps = [step for t in group.trajectories for step in t.steps]
         versions = [np.repeat(s.versions[:, 0], s.versions[:, 1])[s.loss_mask] for s in steps]
         sampled = np.concatenate([np.zeros(0, np.int32), *versions])
         return len(self.pushed) - np.searchsorted(self.pushed, sampled, side="right")
@@ -43,10 +40,10 @@ class Ages:
                 dropped += [Dropped(group.id, t.index, why) for t in group.trajectories]
         return kept, dropped
 
-    def metrics(self, groups: list[Group]) -> dict[str, float]:
-        """The distribution over trained tokens."""
+    def metrics(self, groups: list[Group], limit: int) -> dict[str, float]:
+        """The distribution over trained tokens, up to the oldest that there may be."""
         ages = np.concatenate([np.zeros(0, int), *map(self.of, groups)])
         if not len(ages):
             return {}
-        shares = {f"age/share_{age}": count / len(ages) for age, count in enumerate(np.bincount(ages))}
+        shares = {f"age/share_{age}": count / len(ages) for age, count in enumerate(np.bincount(ages, minlength=limit + 1))}
         return {"age/mean": float(ages.mean()), "age/max": int(ages.max()), **shares}

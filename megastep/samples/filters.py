@@ -4,13 +4,15 @@
     finite_rewards   a trajectory whose reward is NaN or infinite       dropped
     over_long        a trajectory that was cut off                      kept | masked | dropped
     zero_variance    a prompt whose trajectories all earned the same    dropped: no estimator learns from it
-    DynamicSampling  zero_variance over batches, until enough prompts remain (DAPO, Yu et al. 2025)
+
+`filters.dynamic_sampling` plays others in the place of prompts that were dropped, until a batch is full (DAPO, Yu et al.
+2025); nothing is left over for a later step, by when it would be of an older policy.
 
 They look at trajectories, never at steps: one trajectory has one reward however many rows it becomes. A masked
 trajectory keeps its place in the group's statistics and trains nothing.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,31 +70,6 @@ def zero_variance(groups: list[Group]) -> tuple[list[Group], list[Dropped]]:
             reason = f"all {len(group.trajectories)} trajectories have reward {rewards.pop():g}" if rewards else ""
             dropped += [Dropped(group.id, t.index, reason) for t in group.trajectories]
     return kept, dropped
-
-
-@dataclass
-class DynamicSampling:
-    """Gathers prompts with a signal over as many batches as it takes; what is too much waits for the next step."""
-
-    prompts: int  # wanted per training step
-    max_batches: int  # give up after this many
-    waiting: list[Group] = field(default_factory=list)
-    batches: int = 0
-
-    def add(self, groups: list[Group]) -> tuple[list[Group] | None, list[Dropped]]:
-        """The prompts of the next training step, or None: sample more."""
-        kept, dropped = zero_variance(groups)
-        self.waiting += kept
-        self.batches += 1
-        if len(self.waiting) >= self.prompts:
-            ready, self.waiting, self.batches = self.waiting[: self.prompts], self.waiting[self.prompts :], 0
-            return ready, dropped
-        if self.batches >= self.max_batches:
-            raise ValueError(
-                f"filters.max_batches = {self.max_batches}: {len(self.waiting)} of {self.prompts} prompts had "
-                "trajectories of different reward; the task is too easy or too hard, or the limit too low"
-            )
-        return None, dropped
 
 
 def _drop(groups: list[Group], reason) -> tuple[list[Group], list[Dropped]]:

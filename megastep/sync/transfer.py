@@ -196,9 +196,10 @@ class ShmRoute:
         for index, row in enumerate(bucket.rows):
             cut, _ = cut_of(row, self.place)
             cuts = holders_needed(row, self.holders)
-            if row.megatron not in self.local or not self._is_mine(cuts[cut if row.form.axis is not None else 0], index):
+            local = self.local.get(row.megatron)
+            if local is None or not self._is_mine(cuts[cut if row.form.axis is not None else 0], index):
                 continue
-            for piece in pieces_of(row, self.local[row.megatron], self.arch, cut):
+            for piece in pieces_of(row, local, self.arch, cut):
                 slot = bucket.slots[piece.name]
                 piece.into(_view(self.memory, slot, start))
                 if self.sender.sync.verify:

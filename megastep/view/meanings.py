@@ -37,7 +37,7 @@ MEANINGS = {
     "age/max": "the same, at most; never more than async.max_staleness, rounded up",
     "age/share_K": "share of trained tokens of that age",
     "async/waited": "groups that became due before they were complete, so that training waited for them",
-    "async/dropped": "groups that became too old before they were complete or taken (async.on_stale: drop)",
+    "async/dropped": "groups that became too old to be trained on (async.on_stale: drop)",
     "eval/step": "training steps behind the policy when the evaluation began; beside training, newer policies join in",
     # per model call
     "turn/count": "model calls of the batch",

@@ -215,6 +215,10 @@ async def own_timeout():
     raise TimeoutError("the tool's own")
 
 
+async def leaks():
+    raise asyncio.CancelledError("of the tool's own client")
+
+
 def returns(value):
     async def answer():
         return value
@@ -229,6 +233,7 @@ GARBAGE = [None, "text", Outcome("text"), Outcome([{"role": "user"}]), Outcome(r
 @pytest.mark.parametrize(
     "behaviour, reason, error",
     [(raises, "env_error", "KeyError: 'no such table'"), (own_timeout, "env_error", "TimeoutError: the tool's own"),
+     (leaks, "env_error", "CancelledError: of the tool's own client"),
      (hangs, "env_timeout", "no answer within 0.05 s")]
     + [(returns(garbage), "env_error", "EnvError: ") for garbage in GARBAGE],
 )

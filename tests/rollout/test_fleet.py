@@ -116,6 +116,19 @@ def test_versions_of_calls_that_span_a_push(rollouts, models, tmp_path):
         np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-3)
 
 
+def test_s15_calls_may_end_before_new_weights_come(rollouts, models, tmp_path, monkeypatch):
+    _policy(rollouts, models, tmp_path / "old")
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend(rollouts.ask(some_tokens(4), Sampling(220, seed=3))))
+    rollouts.on_ranks(shake, 9)
+    monkeypatch.setattr(rollouts.cluster.config.asynchronous, "finish_calls", True)
+    thread.start()
+    time.sleep(0.4)
+    version = rollouts.cluster.sync()
+    thread.join()
+    assert [g.versions.tolist() for g in answers] == [[[version - 1, 220]]] * 4
+
+
 def test_a_call_that_is_given_up_is_dropped_by_its_engine(rollouts):
     prompts = some_tokens(32).numpy()
     begin = time.time()

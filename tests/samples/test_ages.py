@@ -41,6 +41,7 @@ def test_what_is_too_old_is_refused_by_its_oldest_token():
 
 
 def test_the_distribution_is_a_metric():
-    metrics = Ages([5, 6, 7]).metrics([group(0, [(5, 1), (7, 1)]), group(1, [(7, 2)])])
-    assert metrics == {"age/mean": 0.5, "age/max": 2, "age/share_0": 0.75, "age/share_1": 0.0, "age/share_2": 0.25}
-    assert all(meaning_of(name) for name in metrics) and Ages([5]).metrics([]) == {}
+    metrics = Ages([5, 6, 7]).metrics([group(0, [(5, 1), (7, 1)]), group(1, [(7, 2)])], limit=3)
+    assert metrics == {"age/mean": 0.5, "age/max": 2, "age/share_0": 0.75, "age/share_1": 0.0, "age/share_2": 0.25,
+                       "age/share_3": 0.0}
+    assert all(meaning_of(name) for name in metrics) and Ages([5]).metrics([], limit=0) == {}

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from megastep.samples import make_samples
-from megastep.samples.filters import Dropped, DynamicSampling, failed, finite_rewards, over_long, zero_variance
+from megastep.samples.filters import Dropped, failed, finite_rewards, over_long, zero_variance
 
 from .rollouts import group_of, trajectory
 
@@ -78,21 +78,3 @@ def test_over_long_trajectories_can_be_masked_and_still_count_in_the_baseline():
 def test_a_policy_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="filters.over_long = cut: must be one of keep, mask, drop"):
         over_long([], "cut")
-
-
-def test_x5_dynamic_sampling_gathers_prompts_until_there_are_enough():
-    sampling = DynamicSampling(prompts=2, max_batches=3)
-    ready, dropped = sampling.add([with_rewards(0, 1, 0), with_rewards(1, 1, 1)])
-    assert ready is None and {d.group for d in dropped} == {1}
-    ready, _ = sampling.add([with_rewards(2, 0, 1), with_rewards(3, 0, 1)])
-    assert [g.id for g in ready] == [0, 2]
-    assert [g.id for g in sampling.waiting] == [3] and sampling.batches == 0  # the surplus waits
-    ready, _ = sampling.add([with_rewards(4, 0, 1)])
-    assert [g.id for g in ready] == [3, 4]
-
-
-def test_x5_dynamic_sampling_gives_up_with_a_reason():
-    sampling = DynamicSampling(prompts=2, max_batches=2)
-    sampling.add([with_rewards(0, 1, 0)])
-    with pytest.raises(ValueError, match="filters.max_batches = 2: 1 of 2 prompts"):
-        sampling.add([with_rewards(1, 0, 0)])
