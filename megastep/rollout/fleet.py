@@ -231,7 +231,12 @@ class Fleet:
         async def serve() -> None:
             self._serve(seat)
 
-        await asyncio.get_running_loop().run_in_executor(None, self._refresh, seat.handle, lambda: self._run(serve()))
+        def serve_now() -> None:
+            """In the thread of `refresh`, which must not outlive a fleet that closes."""
+            if not self._closing:
+                asyncio.run_coroutine_threadsafe(serve(), self._loop).result(timeout=10)
+
+        await asyncio.get_running_loop().run_in_executor(None, self._refresh, seat.handle, serve_now)
 
     async def _each(self, method: str, *arguments) -> None:
         """Call the engines that serve; one that dies meanwhile is lost, not an error."""
