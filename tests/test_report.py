@@ -423,6 +423,11 @@ def test_every_metric_of_a_rollout_and_its_layout_is_documented(tokenizers):
     assert undocumented(names) == []
 
 
+def test_seconds_per_step_are_those_of_its_parts():
+    panel = curves._time_panel([{"time/step_s": 2.0, "time/run_s": 300.0, "time/sync_s": 1.0}])
+    assert list(panel.lines) == ["time/step_s", "time/sync_s"]
+
+
 def test_every_metric_of_an_update_is_documented():
     names = means(dict.fromkeys(SUMS, 1.0), dict.fromkeys(MAXIMA, 1.0))
     assert "mismatch/kl" in names and undocumented(names) == []

@@ -152,6 +152,7 @@ def _step_sum(values: Tensor, rows: Rows) -> Tensor:
 def _correction(config: LossConfig, log_importance: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """The constant factor of each term, and which terms it leaves as they are."""
     everywhere = torch.ones_like(rows.real)
+    assert config.correction != "auto", "Config.policy_loss decides what it means"
     if config.correction == "none":
         return torch.ones_like(log_importance), everywhere
     if config.correction_level == "step":
@@ -177,7 +178,7 @@ def _account(loss, term, entropy, ratio, clipped, kl, importance, kept, compared
         "ratio": total(ratio), "clipped": total(clipped), "kl_reference": total(kl),
         "advantage_abs": total(rows.advantage.abs()), "importance": total(importance),
         "importance_cut": total(~kept), "mismatch_rows": total(real, compared),
-        "mismatch_kl": total(gap.exp() - gap - 1, compared), "mismatch_abs": total(gap.abs(), compared),
+        "mismatch_kl": total(gap.double().expm1() - gap, compared), "mismatch_abs": total(gap.abs(), compared),
     }
     maxima = {"mismatch_max_abs": gap.abs().max().double(), "ratio_max": torch.where(real, ratio, 0.0).max().double()}
     return Account(torch.stack([sums[name] for name in SUMS]), torch.stack([maxima[name] for name in MAXIMA]),

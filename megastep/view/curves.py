@@ -58,7 +58,7 @@ def draw(rows: list[dict]) -> bytes:
 
 
 def _time_panel(rows: list[dict]) -> Panel:
-    names = sorted({name for row in rows for name in row if name.startswith("time/")})
+    names = sorted({name for row in rows for name in row if name.startswith("time/")} - {"time/run_s"})
     return Panel("seconds per step",
                  {name: name.removeprefix("time/").removesuffix("_s") for name in names},
                  from_zero=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megastep.config import LossConfig
+from megastep.config import Config, LossConfig
 from megastep.policy.loss import MAXIMA, SUMS, means, policy_loss, rows_on
 from megastep.types import LossTable
 
@@ -30,6 +30,7 @@ def logprobs(seed=1) -> torch.Tensor:
 
 
 def run(config: LossConfig, loss: LossTable, x: torch.Tensor, entropy=None):
+    config = Config(loss=config).policy_loss  # as the worker gets it
     entropy = torch.full((len(loss),), 1.5) if entropy is None else entropy
     return policy_loss(config, x, entropy, rows_on(loss, torch.device("cpu")))
 
