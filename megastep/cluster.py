@@ -31,6 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megastep.config import Config
 from megastep.lifetime import send_output_to
+from megastep.ports import free_port
 from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
 
@@ -249,9 +250,7 @@ class PolicyRank:
         return context.get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def free_address(self) -> str:
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
+        return f"{ray.util.get_node_ip_address()}:{free_port()}"
 
     def start(self, rank: int, address: str, backend: str) -> int:
         """Join the other ranks and build the model; returns the data-parallel rank."""

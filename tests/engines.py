@@ -1,13 +1,13 @@
 """Real engines for tests: one cluster per session, two policy ranks whose layout a test chooses, two engines."""
 
 import asyncio
-import socket
 
 import numpy as np
 import ray
 
 from megastep.cluster import Cluster
 from megastep.config import Config, ParallelConfig
+from megastep.ports import free_port
 from megastep.rollout.generation import Generation, Sampling
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
@@ -36,9 +36,7 @@ class Rollouts:
         """The policy anew, with the weights of `folder`, under this layout."""
         config = small_cluster(folder)
         config.policy.parallel = ParallelConfig(**layout)
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{s.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         ray.get([rank.__ray_call__.remote(build, config, index, address)
                  for index, rank in enumerate(self.cluster.policy.ranks)])
 

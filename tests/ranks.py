@@ -9,10 +9,11 @@ import gc
 import importlib
 import os
 import signal
-import socket
 import traceback
 
 import torch.multiprocessing as mp
+
+from megastep.ports import free_port
 
 TIMEOUT_S = 200
 current: tuple[int, int, str] | None = None  # in a rank: rank, world and a fresh address, for parallel.start
@@ -31,9 +32,7 @@ class RankPool:
             self.processes.append(process)
 
     def run(self, function, **arguments) -> list:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{s.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__name__, arguments, address))
         results = []

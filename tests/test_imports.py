@@ -5,7 +5,7 @@ from pathlib import Path
 
 # A module may import from its own layer and those before it.
 LAYERS = [
-    ("architecture", "types", "config", "lifetime"),
+    ("architecture", "types", "config", "lifetime", "ports"),
     ("samples",),
     ("rollout", "envs", "policy", "sync"),
     ("view",),

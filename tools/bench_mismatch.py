@@ -29,7 +29,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # engine and ranks share the core
 import argparse
 import asyncio
 import json
-import socket
 import sys
 import tempfile
 import traceback
@@ -41,6 +40,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megastep.config import Config, ParallelConfig
+from megastep.ports import free_port
 from megastep.rollout.agent import recorded_tokens
 from megastep.rollout.generation import Sampling
 from megastep.samples import lay_out
@@ -215,9 +215,7 @@ class Ranks:
         return self
 
     def measure(self, **job) -> list[dict[str, float]]:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{s.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         pipes = self.pipes if job["parallelism"] else self.pipes[:1]
         for pipe in pipes:
             pipe.send(dict(job, address=address))

@@ -11,7 +11,6 @@ buckets (shm), or vLLM's send buffers of a bucket each; a tensor larger than `sy
 Engines are Ray actors with the methods that `Engines` calls; this module knows nothing else of them.
 """
 
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from megastep.architecture import Architecture
 from megastep.config import Config
 from megastep.policy import parallel
+from megastep.ports import free_port
 from megastep.sync import segment
 from megastep.sync.checksum import add, checksum
 from megastep.sync.convert import Row, pieces_of
@@ -306,6 +306,4 @@ def _source(sender: Sender):
 
 def _own_address() -> tuple[str, int]:
     """Where rank 0 waits for the engines; the other ranks' answer is not used."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return ray.util.get_node_ip_address(), s.getsockname()[1]
+    return ray.util.get_node_ip_address(), free_port()
