@@ -3,8 +3,8 @@
     start     warm start on demonstrations, once ── weights into the engines ── held-out evaluation
     step      rollout → filter → credit, fold and pack → update → weights into the engines → evaluate → log → save
 
-`Loop.run` reads as that. Synchronous, a step's rollout is played when it is asked for; else it was begun before, and goes
-on during updates and pushes, as evaluation does (rollout/stream.py). `replay` is the same without engines, on rollouts
+`Loop.run` reads as that. Synchronous, a step's rollout is played when it is asked for; else it was begun before and
+goes on during updates and pushes, as evaluation does (rollout/stream.py). `replay` is the same without engines, on rollouts
 from a file. What a run has said and kept is in its directory (rundir.py); what each metric means is said in
 view/meanings.py.
 """

@@ -2,6 +2,7 @@
 
 import socket
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,14 +19,14 @@ def test_a_port_is_free_and_below_the_outgoing_ones():
 def test_a_port_that_is_taken_is_not_given(monkeypatch):
     with socket.create_server(("", ports.free_port())) as server:
         taken = server.getsockname()[1]
-        offers = iter([taken, taken, taken + 1])
-        monkeypatch.setattr(ports.random, "SystemRandom", lambda: type("", (), {"randrange": lambda *_: next(offers)})())
+        chance = Mock(randrange=Mock(side_effect=[taken, taken, taken + 1]))
+        monkeypatch.setattr(ports.random, "SystemRandom", lambda: chance)
         assert ports.free_port() == taken + 1
 
 
 def test_none_is_free(monkeypatch):
     with socket.create_server(("", ports.free_port())) as server:
         taken = server.getsockname()[1]
-        monkeypatch.setattr(ports.random, "SystemRandom", lambda: type("", (), {"randrange": lambda *_: taken})())
+        monkeypatch.setattr(ports.random, "SystemRandom", lambda: Mock(randrange=Mock(return_value=taken)))
         with pytest.raises(OSError, match="no port is free"):
             ports.free_port()

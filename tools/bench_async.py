@@ -7,8 +7,8 @@
     training      the same batches, and nobody plays        } than the slower of them
 
 Ray, a vLLM engine, one policy rank, chase with its tiny model and random weights: 8 prompts × 4 samples of up to 5
-turns, 32 episodes at a time in every case. Trajectories per second of wall time, without the first and last steps of a run,
-where batches are begun ahead or none are any more.
+turns, 32 episodes at a time in every case. Trajectories per second of wall time, without the first and last steps of a
+run, where batches are begun ahead or none are any more.
 
     python tools/bench_async.py
 
@@ -89,7 +89,8 @@ def whole_loop(name: str, config: Config, cluster: Cluster) -> float:
 def rollout_alone(config: Config, cluster: Cluster) -> tuple[float, list]:
     task, seconds, batches = Task.load(config), [], []
     steps = 12  # so far ahead that no group is ever waited for
-    with GroupStream(task.pool(cluster.engines.generate), task.stream(), config.rollout.prompts, steps, steps) as stream:
+    pool, prompts = task.pool(cluster.engines.generate), task.stream()
+    with GroupStream(pool, prompts, config.rollout.prompts, steps, ahead=steps) as stream:
         for step in range(steps - 3):  # the last episodes would not fill all places
             begun = time.perf_counter()
             batches.append(stream.take(step).groups)

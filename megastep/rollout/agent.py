@@ -206,7 +206,7 @@ def call_seed(seed: int | str, group_id: int, index: int, turn: int) -> int:
 
 
 def _refuse_own_cancellation(error: BaseException) -> None:
-    """Passes on what cancels the episode; a cancellation that leaks out of somebody's client is a failure like others."""
+    """Passes on what cancels the episode; one that leaks out of somebody's client is a failure like others."""
     if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
         raise error
 

@@ -95,8 +95,8 @@ class GroupStream:
     # ------------------------------------------------------------ for the trainer's thread
 
     def take(self, step: int, count: int | None = None) -> Taken:
-        """A batch for the training step after `step` others, in the order of the prompts; or `count` groups more for the
-        same step."""
+        """A batch for the training step after `step` others, in the order of the prompts; or `count` groups more for
+        the same step."""
         return self.submit(self._take(step, self.batch if count is None else count)).result()
 
     def submit(self, coroutine: Coroutine) -> Future:

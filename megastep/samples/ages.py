@@ -45,5 +45,6 @@ class Ages:
         ages = np.concatenate([np.zeros(0, int), *map(self.of, groups)])
         if not len(ages):
             return {}
-        shares = {f"age/share_{age}": count / len(ages) for age, count in enumerate(np.bincount(ages, minlength=limit + 1))}
+        counts = np.bincount(ages, minlength=limit + 1)
+        shares = {f"age/share_{age}": count / len(ages) for age, count in enumerate(counts)}
         return {"age/mean": float(ages.mean()), "age/max": int(ages.max()), **shares}

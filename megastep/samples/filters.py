@@ -5,8 +5,8 @@
     over_long        a trajectory that was cut off                      kept | masked | dropped
     zero_variance    a prompt whose trajectories all earned the same    dropped: no estimator learns from it
 
-`filters.dynamic_sampling` plays others in the place of prompts that were dropped, until a batch is full (DAPO, Yu et al.
-2025); nothing is left over for a later step, by when it would be of an older policy.
+`filters.dynamic_sampling` plays others in the place of prompts that were dropped, until a batch is full (DAPO, Yu et
+al. 2025); nothing is left over for a later step, by when it would be of an older policy.
 
 They look at trajectories, never at steps: one trajectory has one reward however many rows it becomes. A masked
 trajectory keeps its place in the group's statistics and trains nothing.
