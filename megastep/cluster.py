@@ -30,7 +30,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megastep.config import Config
-from megastep.lifetime import send_output_to
+from megastep.lifetime import forks_end_with_us, send_output_to
 from megastep.ports import free_port
 from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
@@ -239,6 +239,7 @@ class PolicyRank:
 
     def __init__(self, config: Config, folder: str, log: str | None):
         self.config = config
+        forks_end_with_us()
         os.chdir(folder)
         if log:
             send_output_to(Path(log))
