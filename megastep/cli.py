@@ -1,7 +1,7 @@
 """The command line. torch is imported by the commands that need it, so that `--help` answers at once.
 
 Exit codes: 0 done, 1 a failure (a line, or a traceback where it is ours), 2 a mistake in the config or its files (one
-line each), 130 interrupted.
+line each), 75 stopped by SIGTERM with all kept that a next run needs, 130 interrupted.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def _train(args: argparse.Namespace) -> int:
 
         train(config, Path(args.config).stem)
 
-    return _run(args, run, "; the same command with run.name=... continues from the last checkpoint")
+    return _run(args, run, "; the same command with the same run.name goes on from the last checkpoint")
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -99,8 +99,10 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> int:
     """`run` the config, or tell what is wrong: one line for what users can put right, a traceback for all else."""
+    from megastep import stopping
     from megastep.config import ConfigError, load
 
+    stopping.listen()
     try:
         config = load(args.config, args.overrides)
     except ConfigError as error:
@@ -131,6 +133,9 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
         return _fail(str(error))
     except RayActorError:
         return _fail("a rank of the policy died; what it said is in the run's log.txt")
+    except stopping.Stopped as stop:
+        print(f"\n{stop}{if_interrupted}", file=sys.stderr)
+        return stopping.EXIT_CODE
     except KeyboardInterrupt:
         print(f"\ninterrupted{if_interrupted}", file=sys.stderr)
         return 130

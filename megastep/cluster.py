@@ -21,19 +21,24 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megastep import stopping
 from megastep.config import Config
 from megastep.lifetime import forks_end_with_us, send_output_to
 from megastep.ports import free_port
 from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
+from megastep.types import TrainingError
+
+_DEATH_KNOWN_S = 60  # Ray asks a silent node five times, every three seconds, before it calls it dead
 
 
 class ClusterError(RuntimeError):
@@ -69,16 +74,27 @@ class Cluster:
 
     # ------------------------------------------------------------ weights
 
+    def to_policy(self) -> None:
+        """Where engines and ranks share their places: the memory of both is the policy's until the next push."""
+        self.engines.sleep()
+        if self.config.cluster.colocate:
+            self.policy.call("wake")
+
     def sync(self) -> int:
         """Push the policy's weights to every engine; returns their version. Calls in flight are frozen meanwhile, or
         have ended before (async.finish_calls)."""
         with self._pushing:
+            self._rest()
             self.engines.pause(self.config.asynchronous.finish_calls)
             self.engines.wake("weights")
             version = self.policy.push(self.engines.serving())
             self.engines.wake("kv_cache")
             self.engines.resume()
         return version
+
+    def _rest(self) -> None:
+        if self.config.cluster.colocate:
+            self.policy.call("rest")
 
     def _refresh(self, handle: Any, serve: Callable[[], None]) -> None:
         """The same for one engine that does not serve yet, and does before the next push."""
@@ -95,20 +111,22 @@ class Cluster:
         if address:
             refuse_dead_address(address)
             self._exits.callback(ray.shutdown)
-            ray.init(address=address, **quiet)
+            with stopping.kept():
+                ray.init(address=address, **quiet)
             return
         # Ray's sockets live in this folder, and their paths must be short.
         folder = tempfile.mkdtemp(prefix="megastep-", dir="/tmp")
         self._exits.callback(shutil.rmtree, folder, ignore_errors=True)
         self._exits.callback(ray.shutdown)
-        ray.init(
-            address="local",
-            num_cpus=len(os.sched_getaffinity(0)),
-            object_store_memory=settings.object_store_mb << 20,
-            include_dashboard=False,
-            _temp_dir=folder,
-            **quiet,
-        )
+        with stopping.kept():
+            ray.init(
+                address="local",
+                num_cpus=len(os.sched_getaffinity(0)),
+                object_store_memory=settings.object_store_mb << 20,
+                include_dashboard=False,
+                _temp_dir=folder,
+                **quiet,
+            )
 
     def _reserve(self) -> None:
         bundles = self._bundles()
@@ -153,6 +171,8 @@ class Cluster:
             self._exits.callback(self.engines.close)
         if self.with_policy:
             self.policy.start(config.sync.backend_for(self.has_gpu, config.cluster.colocate))
+            if self.with_engines:
+                self._rest()  # an engine wants to see its share of the memory free
         if self.with_engines:
             self._open_engines()
 
@@ -306,7 +326,12 @@ class Policy:
         both threads' calls in one order: they are collective."""
         with self._submitting:
             calls = [submit(actor, data_rank) for actor, data_rank in zip(self.ranks, self.data_ranks)]
-        return ray.get(calls)
+        try:
+            return ray.get(calls)
+        except RayTaskError as error:
+            if not isinstance(error.cause, TrainingError):
+                raise_death(calls)
+            raise
 
     def share(self, engine: int, tensor: int) -> tuple[int, tuple[str, ...]]:
         """Where an engine lives on the places of ranks: a bundle, and the GPUs of as many ranks as it needs."""
@@ -314,6 +339,14 @@ class Policy:
         if len({self._where[bundle][0] for bundle in bundles}) > 1:
             raise ClusterError(f"engine.tensor = {tensor}: the GPUs of engine {engine} lie on several nodes")
         return bundles[0], tuple(gpu for bundle in bundles for gpu in self._where[bundle][1])
+
+
+def raise_death(calls: list) -> None:
+    """Of a rank, if one has died. Its peers fail in their collective calls some seconds before Ray knows the cause."""
+    ended, _ = ray.wait(calls, num_returns=len(calls), timeout=_DEATH_KNOWN_S)
+    for call in ended:
+        with suppress(RayTaskError):
+            ray.get(call)
 
 
 def node_by_node(where: list[tuple[str, list[str]]]) -> list[int]:

@@ -2,11 +2,12 @@
 
     start     warm start on demonstrations, once ── weights into the engines ── held-out evaluation
     step      rollout → filter → credit, fold and pack → update → weights into the engines → evaluate → log → save
+    SIGTERM   the step that is trained is ended, one that still waits for its rollout is not; then save
 
-`Loop.run` reads as that. Synchronous, a step's rollout is played when it is asked for; else it was begun before and
-goes on during updates and pushes, as evaluation does (rollout/stream.py). `replay` is the same without engines, on rollouts
-from a file. What a run has said and kept is in its directory (rundir.py); what each metric means is said in
-view/meanings.py.
+`Loop.run` and `advance` read as that. Synchronous, a step's rollout is played when it is asked for; else it was begun
+before and goes on during updates and pushes, as evaluation does (rollout/stream.py). `replay` is the same without
+engines, on rollouts from a file. What a run has said and kept is in its directory (rundir.py); what each metric means
+is said in view/meanings.py.
 """
 
 import os
@@ -14,13 +15,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
 
+from megastep import stopping
 from megastep.cluster import Cluster
 from megastep.config import Config, ConfigError
 from megastep.learner import Learner
@@ -28,7 +30,7 @@ from megastep.policy.loop_state import LoopState
 from megastep.policy.manifest import latest
 from megastep.report import MetricsLog, read_metrics, write_report
 from megastep.rollout.pool import Pool, refuse_all_failed
-from megastep.rollout.stream import GroupStream, StreamState
+from megastep.rollout.stream import GroupStream, Interrupted, StreamState
 from megastep.rollout.task import Task
 from megastep.rundir import Run, RunError
 from megastep.samples import filters, store
@@ -122,7 +124,8 @@ def load_policy(run: Run, learner: Learner) -> None:
 class Loop:
     def __init__(self, config: Config, task: Task, cluster: Cluster, run: Run, log: MetricsLog):
         self.config, self.cluster, self.run_, self.log = config, cluster, run, log
-        self.step = run.state.step
+        self.step = self.saved = run.state.step
+        self.stops = False
         self.ages = Ages(run.state.pushed)
         ahead = config.asynchronous
         self.stream = GroupStream(task.pool(cluster.engines.generate), task.stream(), config.rollout.prompts,
@@ -135,26 +138,48 @@ class Loop:
     def run(self, demonstrations: list[Group]) -> None:
         with self.line, self.stream:
             self.begin(demonstrations)
-            while self.step < self.config.train.steps:
-                self.step += 1
-                self.clock.restart()
-                groups, metrics = self.collect()
-                self.cluster.engines.sleep()
-                metrics |= self.learner.learn(groups)
-                with self.clock("time/sync_s"):
-                    metrics["rollout/version"] = self.sync()
-                metrics |= self.evaluate()
-                metrics = self.clock.seconds() | metrics
-                self.log.write(self.step, metrics)
-                self.line.show(metrics)
-                if self.is_due(self.config.checkpoint.every_steps):
-                    self.save(self.run_.checkpoints)
-            self.cluster.policy.call("finish_saving")
+            with stopping.asks(self.ask_to_stop):
+                while self.step < self.config.train.steps and not self.stops:
+                    self.advance()
+                self.finish()
+
+    def advance(self) -> None:
+        """One step; none, if the run is asked to stop before its groups are there."""
+        self.clock.restart()
+        self.step += 1
+        try:
+            groups, metrics = self.collect()
+        except Interrupted:
+            self.step -= 1
+            return
+        self.cluster.to_policy()
+        metrics |= self.learner.learn(groups)
+        with self.clock("time/sync_s"):
+            metrics["rollout/version"] = self.sync()
+        metrics |= self.evaluate()
+        metrics = self.clock.seconds() | metrics
+        self.log.write(self.step, metrics)
+        self.line.show(metrics)
+        if self.is_due(self.config.checkpoint.every_steps):
+            self.save(self.run_.checkpoints)
+
+    def ask_to_stop(self) -> None:
+        """Called by a signal: to end with a checkpoint, without waiting for groups or evaluations."""
+        self.stops = True
+        self.stream.interrupt()
+
+    def finish(self) -> None:
+        """With a checkpoint of the last step, if there was one."""
+        if self.step > 0 and self.saved != self.step:
+            self.save(self.run_.checkpoints)
+        self.cluster.policy.call("finish_saving")
+        if self.step < self.config.train.steps:
+            raise stopping.Stopped(f"stopped after step {self.step}")
 
     def begin(self, demonstrations: list[Group]) -> None:
         """Weights into the engines: those of the checkpoint, or fresh ones, warm-started and evaluated."""
         metrics: dict[str, float] = {}
-        self.cluster.engines.sleep()
+        self.cluster.to_policy()
         load_policy(self.run_, self.learner)
         if self.step > 0:
             self.sync()
@@ -164,6 +189,8 @@ class Loop:
             )
             if state.evaluates:
                 self.evaluation.begin(self.step)
+                while self.stream.ahead == 0 and not self.evaluation.is_done(wait_s=0.1):
+                    pass  # with the weights that it is about
             return
         if demonstrations:
             with self.line.stage("warm start", self.config.warm_start.optimizer_steps) as on_step:
@@ -185,7 +212,7 @@ class Loop:
         wanted = self.config.rollout.prompts
         while wanted:
             with self.clock("time/rollout_s"):
-                taken = self.stream.take(self.step - 1, wanted)
+                taken = self.stream.take(self.step - 1, wanted if played else None)
             played += taken.groups
             refuse_all_failed(played)
             fresh, old = self.ages.refuse_old(taken.groups, self.stream.max_age)
@@ -225,15 +252,20 @@ class Loop:
         return metrics
 
     def wait_for_evaluation(self) -> dict[str, float]:
+        """Nothing if the run is asked to stop meanwhile: the evaluation is then made when it goes on."""
         if not self.evaluation.is_running:
             return {}
         with self.clock("time/eval_s"):
+            while not self.evaluation.is_done(wait_s=0.1):
+                if self.stops and self.step < self.config.train.steps:
+                    return {}
             return self.evaluation.result()
 
     def save(self, root: Path) -> None:
         outstanding = self.stream.state()
         state = LoopState(self.step, **vars(outstanding), pushed=self.ages.pushed, evaluates=self.evaluation.is_running)
         self.cluster.policy.call("save", root, state)
+        self.saved = self.step
 
     def is_due(self, every: int) -> bool:
         """After the last step, and every so many."""
@@ -255,8 +287,8 @@ class Evaluation:
         """Or has ended, and nobody has asked for its result yet."""
         return self._running is not None
 
-    def is_done(self) -> bool:
-        return self._running is not None and self._running[1].done()
+    def is_done(self, wait_s: float = 0.0) -> bool:
+        return self._running is not None and bool(wait([self._running[1]], wait_s).done)
 
     def result(self) -> dict[str, float]:
         """Its metrics, once; waits for them."""

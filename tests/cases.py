@@ -74,6 +74,18 @@ def take_steps(folder, layout: dict, steps: int, precision: str = "fp32") -> lis
     return [next_token_step(worker) for _ in range(steps)]
 
 
+def steps_with_rests(folder, layout: dict, steps: int) -> tuple[list[dict], int]:
+    """The same, the policy resting between them; and the bytes of gradients that a rest leaves."""
+    worker = make_worker(folder, layout)
+    metrics = []
+    for _ in range(steps):
+        metrics.append(next_token_step(worker))
+        worker.rest()
+        left = sum(p.main_grad.untyped_storage().nbytes() for chunk in worker.chunks for p in chunk.parameters())
+        worker.wake()
+    return metrics, left
+
+
 def tied_copies(folder, layout: dict, steps: int):
     """The two ends of a tied embedding after some steps: what the first and the last stage hold."""
     worker = make_worker(folder, layout)

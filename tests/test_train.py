@@ -282,6 +282,7 @@ def test_s5_s15_every_prompt_is_trained_once_and_counted_by_trajectory(ahead):
 KILLS = int(os.environ.get("MEGASTEP_KILLS", 2))
 
 
+@pytest.mark.timeout(1200 + 120 * KILLS)
 def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
     """MEGASTEP_KILLS=20 for more of them: an engine, a rank or the driver, at random moments."""
     random, steps = Random(0), 4 + 4 * KILLS
@@ -300,6 +301,7 @@ def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
             family = descendants(process.pid)
             (victim, *_) = [process.pid] if kind.startswith("megastep") else pids(family, kind)
             os.kill(victim, signal.SIGKILL)
+            print(f"killed {kind} ({victim}) after step {len(read_metrics(folder)) - 1}", flush=True)
             if kind == "ray::Engine":
                 continue  # the run goes on without it until it is back
             process.wait(120)
@@ -517,3 +519,26 @@ def test_interrupt_leaves_no_process_and_the_last_checkpoint(phase, tmp_path):
     assert (saved is None) == (phase != "steps")
     if saved is not None:
         assert read_manifest(saved)["step"] == int(saved.name.removeprefix("step_"))
+
+
+def test_x6_sigterm_ends_with_a_checkpoint_and_the_next_run_goes_on(tmp_path):
+    """Engines and policy take turns here, so a checkpoint is written while the policy rests."""
+    given = (*BARE, *FEW, "checkpoint.every_steps=0", "run.rollouts_every=1", "cluster.colocate=true")
+    folder = tmp_path / "stopped"
+    process = begin(megastep("train", tmp_path, "stopped", *given, "train.steps=1000"))
+    try:
+        wait_for(lambda: len(read_metrics(folder)) > 3 or process.poll() is not None, 400)
+        family = descendants(process.pid)
+        process.terminate()
+        process.terminate()  # a second one changes nothing
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    last = read_metrics(folder)[-1]["step"]
+    assert process.returncode == 75 and f"\nstopped after step {last}; the same command" in errors, errors[-3000:]
+    assert latest(folder / "checkpoints").name == f"step_{last}"
+    wait_for(lambda: not left(family), 60)
+    done = run(megastep("train", tmp_path, "stopped", *given, f"train.steps={last + 2}"))
+    assert done.returncode == 0 and f"continues after step {last}" in done.stdout, done.stderr[-3000:]
+    assert [row["step"] for row in read_metrics(folder)] == list(range(last + 3))
+    assert sorted(trained_ids(folder, last + 2)) == list(range(2 * (last + 2)))

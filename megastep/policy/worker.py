@@ -228,6 +228,21 @@ class PolicyWorker:
                 for p, w in zip(parameters, own):
                     p.copy_(w)
 
+    # ------------------------------------------------------------ taking turns on a GPU
+
+    def rest(self) -> None:
+        """Only the weights stay on the device; gradients are given up, Adam's state waits in CPU memory."""
+        for chunk in self.chunks:
+            chunk.offload_grad_buffers()
+        if self.config.optimizer.offload_fraction == 0:  # else it is there already, and Megatron would bring all back
+            self.optimizer.offload_to_cpu()
+
+    def wake(self) -> None:
+        for chunk in self.chunks:
+            chunk.restore_grad_buffers()
+        if self.config.optimizer.offload_fraction == 0:
+            self.optimizer.restore_from_cpu()
+
     # ------------------------------------------------------------ disk
 
     def save(self, root: str | Path, loop: LoopState) -> None:

@@ -59,6 +59,10 @@ class Taken:
     dropped: int = 0  # groups that were given up
 
 
+class Interrupted(Exception):
+    """Of a `take` that would have had to wait; nothing was taken."""
+
+
 class GroupStream:
     def __init__(self, pool: Pool, prompts: PromptStream, batch: int, steps: int, ahead: float = 0, on_stale="wait"):
         """Batches for `steps` training steps; nothing begins that none of them would take."""
@@ -76,6 +80,7 @@ class GroupStream:
         self._changed = asyncio.Event()
         self._places = asyncio.Semaphore(self.pool.concurrency)
         self._error: BaseException | None = None
+        self._interrupted = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
         return self
@@ -96,8 +101,17 @@ class GroupStream:
 
     def take(self, step: int, count: int | None = None) -> Taken:
         """A batch for the training step after `step` others, in the order of the prompts; or `count` groups more for
-        the same step."""
-        return self.submit(self._take(step, self.batch if count is None else count)).result()
+        the same step, which `interrupt` does not keep from coming."""
+        return self.submit(self._take(step, count)).result()
+
+    def interrupt(self) -> None:
+        """A `take` of a batch that waits, or would, raises Interrupted. May be called by a signal handler."""
+
+        def tell() -> None:
+            self._interrupted = True
+            self._changed.set()
+
+        self._loop.call_soon_threadsafe(tell)
 
     def submit(self, coroutine: Coroutine) -> Future:
         """Run something else, such as an evaluation, beside the episodes."""
@@ -130,7 +144,8 @@ class GroupStream:
 
     # ------------------------------------------------------------ in the loop
 
-    async def _take(self, step: int, count: int) -> Taken:
+    async def _take(self, step: int, more: int | None) -> Taken:
+        count = self.batch if more is None else more
         self.step, self._wanted = step, count
         waited, dropped = 0, self._give_up_old()
         while True:
@@ -144,6 +159,9 @@ class GroupStream:
                 break
             if len(chosen) == count:
                 waited = max(waited, missing)
+            if self._interrupted and more is None:
+                self._wanted = 0
+                raise Interrupted
             self._changed.clear()
             await self._changed.wait()
         self._wanted = 0

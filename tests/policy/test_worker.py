@@ -87,3 +87,12 @@ def test_router_losses_depend_on_neither_micro_batches_nor_tensor_parallelism(ra
     split, _, _ = ranks(2).run(cases.router_loss_gradients, folder=folder, layout=dict(tensor=2))[0]
     # Not the same: two ranks pad the micro-batch, and routers see the padding.
     assert np.linalg.norm(split - once) < 0.05 * np.linalg.norm(once)
+
+
+def test_d3_a_rest_gives_up_the_gradients_and_changes_nothing(ranks, models):
+    folder, _ = models(MODEL)
+    layout = dict(expert=2)
+    plain = ranks(2).run(cases.take_steps, folder=folder, layout=layout, steps=3)
+    rested = ranks(2).run(cases.steps_with_rests, folder=folder, layout=layout, steps=3)
+    assert [metrics for metrics, _ in rested] == plain
+    assert [left for _, left in rested] == [0, 0]

@@ -3,13 +3,14 @@
 import asyncio
 import math
 import random
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from megastep.rollout.data import PromptStream
-from megastep.rollout.stream import GroupStream
+from megastep.rollout.stream import GroupStream, Interrupted
 from megastep.types import Step, Trajectory
 
 BATCH, SAMPLES = 4, 3
@@ -59,6 +60,22 @@ def test_nothing_ahead_is_synchronous():
             assert ids(stream.take(step)) == list(range(step * BATCH, (step + 1) * BATCH))
             assert not episodes.running and not stream.state().ready and not stream.state().unfinished
     assert all(episodes.began[id] == id // BATCH for id in episodes.began)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_x6_an_interrupted_batch_is_not_taken_and_not_lost(ahead):
+    """A batch that is there is taken; groups more for a step that has some come; one that must be waited for does not."""
+    episodes = Episodes(lambda id, index: 0.001 if id < 2 * BATCH else 1.0)
+    with make(episodes, steps=5, ahead=ahead) as stream:
+        stream.take(0)
+        threading.Timer(0.1, stream.interrupt).start()
+        taken = ids(stream.take(1))
+        with pytest.raises(Interrupted):
+            stream.take(2)
+        state = stream.state()
+        assert len(stream.take(1, 1).groups) == 1  # one more for the same step
+    assert taken == list(range(BATCH, 2 * BATCH))
+    assert sorted(state.unfinished) == list(range(2 * BATCH, (3 + ahead) * BATCH)) and not state.ready
 
 
 @pytest.mark.parametrize("ahead", [0.5, 1, 2, 3.5])
