@@ -54,6 +54,14 @@ def _parser() -> argparse.ArgumentParser:
     add("eval", _evaluate, "eval configs/chase.yaml run.resume=runs/NAME/checkpoints/step_24",
         "play held-out prompts and report success and pass@k",
         "Play eval.prompts held-out prompts, eval.samples trajectories each; metrics per trajectory.")
+    plan = add("plan", _plan, "plan configs/local.yaml --suggest policy.precision=bf16",
+               "tell whether a config fits on its GPUs",
+               "Memory of every kind of GPU, micro-batches, pipeline bubble and traffic, from CONFIG and the model's "
+               "config.json alone; no GPU is needed. Exit code 1: it does not fit.")
+    plan.add_argument("--gpu-gib", metavar="N", type=float, help="memory of a GPU (default: 79.6, an H100)")
+    plan.add_argument("--trajectory-tokens", metavar="N", type=int,
+                      help="tokens of a trajectory (default: those of the longest model call)")
+    plan.add_argument("--suggest", action="store_true", help="find the nearest config that fits")
     view = add("view", _view, "view runs/NAME", "write the report of a run",
                "Write report.html and curves.png of a run or an evaluation into its folder. It may still run.",
                config=False)
@@ -95,6 +103,41 @@ def _evaluate(args: argparse.Namespace) -> int:
         evaluate(config, Path(args.config).stem)
 
     return _run(args, run)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from megastep.config import ConfigError, load
+
+    try:
+        config = load(args.config, args.overrides, has_cuda=True)
+    except ConfigError as error:
+        return _refuse(error.problems)
+
+    from megastep.plan.planning import H100_GIB, make_plan
+    from megastep.plan.suggest import suggest
+    from megastep.plan.table import text
+
+    gpu_gib = H100_GIB if args.gpu_gib is None else args.gpu_gib
+    plan = make_plan(config, gpu_gib, args.trajectory_tokens)
+    print(text(plan))
+    if not plan.troubles():
+        return 0
+    if not args.suggest:
+        print("--suggest looks for the nearest config that fits")
+        return 1
+    print("looking for the nearest config that fits", file=sys.stderr, flush=True)
+    found = suggest(config, gpu_gib, args.trajectory_tokens)
+    if found is None:
+        print("nothing near fits, four times the GPUs included")
+        return 1
+    change, fitting = found
+    print("\nfits with: " + " ".join(_setting(key, value) for key, value in change.items()) + "\n")
+    print(text(fitting))
+    return 1
+
+
+def _setting(key: str, value: object) -> str:
+    return f"{key}=[{','.join(map(str, value))}]" if isinstance(value, list) else f"{key}={value}"
 
 
 def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> int:

@@ -38,7 +38,7 @@ from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
 from megastep.types import TrainingError
 
-_DEATH_KNOWN_S = 60  # Ray asks a silent node five times, every three seconds, before it calls it dead
+_DEATH_KNOWN_S = 30  # Ray asks a silent node five times, every three seconds, before it calls it dead
 
 
 class ClusterError(RuntimeError):

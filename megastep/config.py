@@ -316,8 +316,11 @@ class ConfigError(ValueError):
         self.problems = problems
 
 
-def load(path: str | Path, overrides: list[str] = ()) -> Config:
-    """Read, merge, type-check and validate. Raises ConfigError with every problem found."""
+def load(path: str | Path, overrides: list[str] = (), has_cuda: bool | None = None) -> Config:
+    """Read, merge, type-check and validate. Raises ConfigError with every problem found.
+
+    has_cuda: for a machine other than this one.
+    """
     problems: list[str] = []
     config = OmegaConf.structured(Config)
     for source in _chain(Path(path)):
@@ -328,7 +331,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     if not missing:
         # Also beside other problems: a refused value has left its default, everything else can be looked at.
         result = OmegaConf.to_object(config)
-        problems += validate(result)
+        problems += validate(result, has_cuda)
     if problems:
         raise ConfigError([problem.replace(f"{_FIELD}.", f"{_ASYNC}.") for problem in problems])
     return result
@@ -458,9 +461,9 @@ def _wanted(key: str) -> str:
 # ---------------------------------------------------------------- validation
 
 
-def validate(config: Config) -> list[str]:
+def validate(config: Config, has_cuda: bool | None = None) -> list[str]:
     """Every problem with the values, one line each; an empty list when there is none."""
-    problems = _Problems()
+    problems = _Problems(has_cuda)
     _check_values(config, problems)
     try:
         arch = read_architecture(config.model.path)
@@ -475,8 +478,16 @@ def validate(config: Config) -> list[str]:
 
 
 class _Problems:
-    def __init__(self):
+    def __init__(self, has_cuda: bool | None):
         self.lines: list[str] = []
+        self._has_cuda = has_cuda
+
+    def need_cuda(self, key: str, value: Any, right: str) -> None:
+        if self._has_cuda is None:
+            import torch  # late: only this question needs it
+
+            self._has_cuda = torch.cuda.is_available()
+        self.check(self._has_cuda, key, value, right)
 
     def check(self, ok: bool, key: str, value: Any, right: str) -> None:
         if not ok:
@@ -526,7 +537,7 @@ _FRACTIONS = ("optimizer.offload_fraction", "replay.min_agreement", "credit.disc
 _RECOMPUTED = ("full", "core_attn", "mlp", "moe", "moe_act", "layernorm")
 
 
-def _get(config: Config, key: str) -> Any:
+def value_of(config: Config, key: str) -> Any:
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
@@ -535,16 +546,16 @@ def _get(config: Config, key: str) -> Any:
 
 def _check_values(config: Config, problems: _Problems) -> None:
     for key, choices in _CHOICES.items():
-        value = _get(config, key)
+        value = value_of(config, key)
         problems.check(value in choices, key, value, f"must be one of {', '.join(choices)}")
     for key in _AT_LEAST_ONE:
-        problems.check(_get(config, key) >= 1, key, _get(config, key), "must be 1 or more")
+        problems.check(value_of(config, key) >= 1, key, value_of(config, key), "must be 1 or more")
     for key in _ABOVE_ZERO:
-        problems.check(_get(config, key) > 0, key, _get(config, key), "must be more than 0")
+        problems.check(value_of(config, key) > 0, key, value_of(config, key), "must be more than 0")
     for key in _NOT_NEGATIVE:
-        problems.check(_get(config, key) >= 0, key, _get(config, key), "must not be negative")
+        problems.check(value_of(config, key) >= 0, key, value_of(config, key), "must not be negative")
     for key in _FRACTIONS:
-        problems.check(0 <= _get(config, key) <= 1, key, _get(config, key), "must lie in 0 to 1")
+        problems.check(0 <= value_of(config, key) <= 1, key, value_of(config, key), "must lie in 0 to 1")
     _check_recomputation(config.policy, problems)
     _check_loss(config.loss, problems)
     betas = config.optimizer.betas
@@ -565,7 +576,7 @@ def _check_values(config: Config, problems: _Problems) -> None:
 def _check_rollout(config: Config, problems: _Problems) -> None:
     rollout = config.rollout
     for key in ("rollout.top_p", "eval.top_p"):
-        problems.check(0 < _get(config, key) <= 1, key, _get(config, key), "must lie in (0, 1]")
+        problems.check(0 < value_of(config, key) <= 1, key, value_of(config, key), "must lie in (0, 1]")
     problems.check(rollout.env_timeout_s > 0, "rollout.env_timeout_s", rollout.env_timeout_s, "must be more than 0")
     problems.check(rollout.max_response_tokens >= 2, "rollout.max_response_tokens", rollout.max_response_tokens,
                    "must be 2 or more: one sampled, and the end of the turn")
@@ -579,10 +590,12 @@ def _check_recomputation(policy: PolicyConfig, problems: _Problems) -> None:
                    f"must be a list of {', '.join(_RECOMPUTED)}")
     problems.check("full" not in recompute or len(recompute) == 1, "policy.recompute", recompute,
                    "full already covers everything; write [full]")
-    problems.check("moe_act" not in recompute or _has_cuda(), "policy.recompute", recompute,
-                   "moe_act needs the grouped products of a GPU")
-    problems.check(policy.offload_layers == 0 or _has_cuda(), "policy.offload_layers", policy.offload_layers,
-                   "needs Transformer Engine, and there is no GPU here; must be 0")
+    for module in {"moe_act", "layernorm"} & set(recompute):
+        problems.need_cuda("policy.recompute", recompute, f"{module} needs Transformer Engine's layers, and there is no "
+                           "GPU here")
+    if policy.offload_layers:
+        problems.need_cuda("policy.offload_layers", policy.offload_layers,
+                           "needs Transformer Engine, and there is no GPU here; must be 0")
     problems.check(policy.offload_layers == 0 or not recompute, "policy.offload_layers", policy.offload_layers,
                    "cannot go with policy.recompute; choose one")
     problems.check(policy.offload_layers == 0 or policy.parallel.pipeline == 1, "policy.offload_layers",
@@ -702,14 +715,8 @@ def _check_layout(config: Config, problems: _Problems) -> None:
     if p.context > 1:
         problems.check(config.samples.layout != "trie", "policy.parallel.context", p.context,
                        "needs sequences that do not branch: samples.layout = merge or flat")
-        problems.check(_has_cuda(), "policy.parallel.context", p.context,
-                       "needs Transformer Engine's attention, and there is no GPU here; must be 1")
-
-
-def _has_cuda() -> bool:
-    import torch  # late: only this question needs it
-
-    return torch.cuda.is_available()
+        problems.need_cuda("policy.parallel.context", p.context,
+                           "needs Transformer Engine's attention, and there is no GPU here; must be 1")
 
 
 def _divisors(n: int) -> str:

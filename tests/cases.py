@@ -296,3 +296,43 @@ def attach_to_fused_router(folder) -> str:
     except ReplayError as error:
         return str(error)
     return "attached"
+
+
+# ---------------------------------------------------------------- memory
+
+
+def memory_of_update(folder, layout: dict, settings: dict, tokens: int, micro_batches: int) -> dict[str, int]:
+    """Bytes that this rank holds all the time, and the most that one pass over the micro-batches adds."""
+    worker = make_worker(folder, layout, settings)
+    vocab = worker.arch.vocab
+    ids = np.random.default_rng(0).integers(vocab, size=(micro_batches * parallel.place().data_size, tokens + 1))
+    samples = [Sample(step(0, row[:1], row[1:]), i, 0, advantage=1.0, weight=1e-3)
+               for i, row in enumerate(ids.astype(np.int32))]
+    batches, _ = lay_out(samples, parallel.place().data_size, budget_tokens=tokens, layout="flat",
+                         align_tokens=worker.config.policy.parallel.tensor)
+    mine = batches[parallel.place().data]
+    assert len(mine) == micro_batches
+    worker.update(mine)  # whatever is made once is there
+    return _resident(worker) | {"activations": _most_allocated(lambda: worker._run(mine, worker._loss))}
+
+
+def _resident(worker: PolicyWorker) -> dict[str, int]:
+    buffers = [b for chunk in worker.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+    optimizer = 0
+    for part in worker.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for param in group["params"]:
+                state = [v for k, v in part.optimizer.state[param].items() if k != "step"]
+                # A master copy is one if it is not the weight itself.
+                own = param.dtype != worker._megatron.params_dtype
+                optimizer += sum(t.nbytes for t in state + [param] * own)
+    return {"weights": sum(b.param_data.nbytes for b in buffers), "optimizer": optimizer,
+            "gradients": sum(b.grad_data.nbytes for b in buffers)}
+
+
+def _most_allocated(run) -> int:
+    """By torch's profiler: the highest sum of all allocations and releases."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return int(np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]).max())

@@ -10,6 +10,7 @@ LAYERS = [
     ("rollout", "envs", "policy", "sync"),
     ("view",),
     ("report", "cluster", "rundir"),
+    ("plan",),
     ("learner", "train", "collect", "cli", "__main__"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -9,7 +9,8 @@ import yaml
 
 from megastep.config import load
 
-PAGES = sorted(Path("configs/recipes").glob("*.md"))
+PAGES = sorted(page for page in Path("configs/recipes").glob("*.md") if page.stem != "h100")
+H100 = sorted(Path("configs/h100").glob("qwen*.yaml"))
 SHAPE = "configs/models/qwen3-30b-a3b"  # of the model that the pages name
 
 
@@ -43,3 +44,30 @@ def test_columns_of_a_page(page):
 
     columns = re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE)
     assert columns == list(find_env(page.stem).columns)
+
+
+# ---------------------------------------------------------------- H100 nodes
+
+
+def test_d5_there_are_recipes_for_these_models_colocated_and_apart():
+    nodes = {"qwen3-8b": 1, "qwen3-32b": 1, "qwen3-30b-a3b": 2, "qwen3-235b-a22b": 16}
+    found = {path.stem: load(path, has_cuda=True) for path in H100}
+    assert set(found) == set(nodes) | {f"{name}-apart" for name in nodes}
+    for stem, config in found.items():
+        apart = stem.endswith("-apart")
+        assert config.cluster.colocate != apart
+        gpus = config.policy.ranks + (config.engine.count * config.engine.tensor if apart else 0)
+        assert gpus == 8 * nodes[stem.removesuffix("-apart")]
+        assert config.engine.tensor <= 8 and config.policy.parallel.tensor <= 8  # inside a node
+        assert Path(config.model.path).name == stem.removesuffix("-apart")
+
+
+@pytest.mark.parametrize("path", H100, ids=lambda path: path.stem)
+def test_x8_a_recipe_fits_and_its_table_is_on_the_page(path):
+    from megastep.plan.planning import make_plan
+    from megastep.plan.table import text
+
+    plan = make_plan(load(path, has_cuda=True))
+    assert not plan.troubles()
+    page = Path("configs/recipes/h100.md").read_text()
+    assert f"$ megastep plan {path}\n{text(plan)}\n```" in page, f"megastep plan {path} says something else now"
