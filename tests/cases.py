@@ -303,6 +303,13 @@ def attach_to_fused_router(folder) -> str:
 
 def memory_of_update(folder, layout: dict, settings: dict, tokens: int, micro_batches: int) -> dict[str, int]:
     """Bytes that this rank holds all the time, and the most that one pass over the micro-batches adds."""
+    worker, batches = worker_and_batches(folder, layout, settings, tokens, micro_batches)
+    worker.update(batches)  # whatever is made once is there
+    return resident(worker) | {"activations": _most_allocated(lambda: worker._run(batches, worker._loss))}
+
+
+def worker_and_batches(folder, layout: dict, settings: dict, tokens: int, micro_batches: int) -> tuple:
+    """A worker, and micro-batches of so many tokens, all of which are trained."""
     worker = make_worker(folder, layout, settings)
     vocab = worker.arch.vocab
     ids = np.random.default_rng(0).integers(vocab, size=(micro_batches * parallel.place().data_size, tokens + 1))
@@ -312,11 +319,10 @@ def memory_of_update(folder, layout: dict, settings: dict, tokens: int, micro_ba
                          align_tokens=worker.config.policy.parallel.tensor)
     mine = batches[parallel.place().data]
     assert len(mine) == micro_batches
-    worker.update(mine)  # whatever is made once is there
-    return _resident(worker) | {"activations": _most_allocated(lambda: worker._run(mine, worker._loss))}
+    return worker, mine
 
 
-def _resident(worker: PolicyWorker) -> dict[str, int]:
+def resident(worker: PolicyWorker) -> dict[str, int]:
     buffers = [b for chunk in worker.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     optimizer = 0
     for part in worker.optimizer.chained_optimizers:

@@ -11,8 +11,7 @@ from megastep.plan.planning import Plan, make_plan
 from megastep.plan.shares import Share, shares
 
 Change = dict[str, object]  # values by key
-GPUS_PER_NODE = 8
-SIZES = (1, 2, 4, 8, 16, 32)
+SIZES = (1, 2, 4, 8, 16, 32)  # tensor parallelism stays inside a node, of eight GPUs
 
 
 def suggest(config: Config, gpu_gib: float, trajectory_tokens: int | None) -> tuple[Change, Plan] | None:
@@ -42,7 +41,7 @@ def _changes(config: Config, arch: Architecture) -> Iterator[Change]:
     budgets = [config.train.micro_batch_tokens // n for n in (1, 2, 4)]
     recompute = [config.policy.recompute, ["full"]]
     offload = [config.optimizer.offload_fraction, 1.0]
-    shares_of_gpu = [config.engine.gpu_memory] + ([0.5, 0.7, 0.8, 0.9])
+    shares_of_gpu = [config.engine.gpu_memory, 0.5, 0.7, 0.8, 0.9]
     for times, tensor, pipeline, expert in product((1, 2, 4), SIZES[:4], SIZES[:5], experts):
         layout = _layout(config, arch, config.policy.ranks * times, tensor, pipeline, expert)
         for budget, again, fraction, share in product(budgets, recompute, offload, shares_of_gpu):
@@ -55,15 +54,16 @@ def _changes(config: Config, arch: Architecture) -> Iterator[Change]:
 def _layout(config: Config, arch: Architecture, ranks: int, tensor: int, pipeline: int, expert: int) -> Change:
     p = config.policy.parallel
     even = arch.layers % (pipeline * p.virtual) == 0
-    stages = p.layers_per_stage if pipeline == p.pipeline else None if even else _uneven(arch.layers, pipeline)
+    stages = p.layers_per_stage if pipeline == p.pipeline else None if even else uneven(arch.layers, pipeline)
     return {"policy.ranks": ranks, "policy.parallel.tensor": tensor, "policy.parallel.pipeline": pipeline,
             "policy.parallel.expert": expert, "policy.parallel.layers_per_stage": stages}
 
 
-def _uneven(layers: int, stages: int) -> list[int]:
-    """Fewer layers where the embedding and the head are."""
-    base, more = divmod(layers, stages)
-    return [base + (stages - more <= (i + stages // 2) % stages) for i in range(stages)]
+def uneven(layers: int, stages: int) -> list[int]:
+    """Fewer layers at the ends, where the embedding and the head are."""
+    few, longer = divmod(layers, stages)
+    first = -(-(stages - longer) // 2)
+    return [few + (first <= stage < first + longer) for stage in range(stages)]
 
 
 def _differing(config: Config, change: Change) -> Change:
@@ -82,8 +82,6 @@ def _cost(config: Config, change: Change) -> float:
             cost += 5 * math.log2(value / value_of(config, key))
         else:
             cost += {"policy.recompute": 1.0, "optimizer.offload_fraction": 2.5, "engine.gpu_memory": 0.5}.get(key, 0.0)
-    if change.get("policy.parallel.tensor", 1) > GPUS_PER_NODE:
-        cost += 100
     return cost
 
 

@@ -11,7 +11,7 @@ from megastep.config import Config, ParallelConfig
 from megastep.plan.activations import Layer
 from megastep.plan.planning import GIB, in_flight, make_plan, stage_memory
 from megastep.plan.shares import shares
-from megastep.plan.suggest import suggest
+from megastep.plan.suggest import suggest, uneven
 from tests import cases
 
 TOKENS = 1024
@@ -151,6 +151,11 @@ def test_x8_more_gpus_are_suggested_only_where_nothing_else_helps(tmp_path):
     config.cluster.colocate = False
     change, fitting = suggest(config, 79.6, None)
     assert change["policy.ranks"] > 2 and not fitting.troubles()
+
+
+def test_x8_uneven_stages_have_fewer_layers_at_the_ends():
+    assert uneven(94, 8) == [11, 12, 12, 12, 12, 12, 12, 11]
+    assert uneven(48, 5) == [9, 10, 10, 10, 9] and uneven(7, 2) == [3, 4]
 
 
 @pytest.mark.parametrize("change, trouble", [

@@ -1,17 +1,10 @@
-"""To run first on a machine with a GPU: launch/test.sh is for CPUs, so `python -m pytest tests/gpu` there.
-
-Expected: logprobs of the Transformer Engine policy within 2e-2 of transformers in bf16, for packed sequences (its own
+"""Expected: logprobs of the Transformer Engine policy within 2e-2 of transformers in bf16, for packed sequences (its own
 kernel) and for tries that branch (FlexAttention). Not run yet.
 """
 
 import numpy as np
 import pytest
 import torch
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and Transformer Engine"),
-]
 
 
 @pytest.mark.parametrize("layout", ["flat", "trie"])
