@@ -151,7 +151,7 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
     except ConfigError as error:
         return _refuse(error.problems)
 
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
     from megastep.cluster import ClusterError
     from megastep.collect import OutputError
@@ -174,6 +174,8 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
         return _refuse([str(error)])
     except (ClusterError, EngineError, RolloutFailed, RolloutError, RunError) as error:
         return _fail(str(error))
+    except OutOfMemoryError as error:
+        return _fail(f"a rank of the policy was killed by Ray because memory ran out: {str(error).splitlines()[0]}")
     except RayActorError:
         return _fail("a rank of the policy died; what it said is in the run's log.txt")
     except stopping.Stopped as stop:

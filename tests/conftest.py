@@ -10,6 +10,14 @@ from tests.models import make_model
 from tests.ranks import RankPool
 
 
+LONGEST = ("test_train.py", "test_train_ends.py")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first: with two workers the others are done beside them."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks(n)`: n real ranks on gloo, started once."""

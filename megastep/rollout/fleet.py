@@ -26,11 +26,12 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from megastep.config import EngineConfig
 from megastep.rollout.generation import Generation, Sampling
 
+_GONE = (RayActorError, OutOfMemoryError)  # Ray kills actors where memory runs out, and does not call that a death
 _SESSIONS_KEPT = 1 << 16  # the oldest are forgotten; their next call just misses a cache
 
 
@@ -131,8 +132,8 @@ class Fleet:
             seat.in_flight += 1
             try:
                 return await asyncio.wait_for(_result(reference), self._settings.request_timeout_s)
-            except RayActorError:
-                await self._lose(seat, handle, "its process ended")
+            except _GONE as error:
+                await self._lose(seat, handle, _how_it_ended(error))
             except RayTaskError as error:
                 raise EngineError(f"an engine refused a call: {error.cause}") from None
             except TimeoutError:
@@ -190,8 +191,8 @@ class Fleet:
             await asyncio.sleep(self._settings.health_every_s)
             try:
                 await asyncio.wait_for(_result(handle.check.remote()), self._settings.health_timeout_s)
-            except RayActorError:
-                await self._lose(seat, handle, "its process ended")
+            except _GONE as error:
+                await self._lose(seat, handle, _how_it_ended(error))
             except RayTaskError as error:
                 await self._lose(seat, handle, f"its health check failed: {error.cause}")
             except TimeoutError:
@@ -245,12 +246,16 @@ class Fleet:
             handle, timeout = seat.handle, self._settings.request_timeout_s
             try:
                 await asyncio.wait_for(_result(getattr(handle, method).remote(*arguments)), timeout)
-            except RayActorError:
-                await self._lose(seat, handle, "its process ended")
+            except _GONE as error:
+                await self._lose(seat, handle, _how_it_ended(error))
             except TimeoutError:
                 await self._lose(seat, handle, f"no answer to {method} in engine.request_timeout_s = {timeout}")
 
         await asyncio.gather(*(one(seat) for seat in self.seats if seat.serving))
+
+
+def _how_it_ended(error: Exception) -> str:
+    return "its process ended" + (": Ray killed it because memory ran out" if isinstance(error, OutOfMemoryError) else "")
 
 
 async def _result(reference) -> Any:

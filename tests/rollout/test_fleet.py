@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray.exceptions import OutOfMemoryError
 
 from megastep.config import EngineConfig
 from megastep.rollout.engine import run_lengths
@@ -24,6 +25,27 @@ def test_run_lengths():
     assert run_lengths([[3, 0], [4, 5]], 8).tolist() == [[3, 5], [4, 3]]
     assert run_lengths([[3, 0], [4, 0]], 8).tolist() == [[4, 8]]  # began before the push, sampled after it
     assert run_lengths([[3, 0]], 0).shape == (0, 2)
+
+
+def test_an_engine_that_ray_kills_for_want_of_memory_is_lost(monkeypatch):
+    """Ray raises something else then than for an actor that died."""
+
+    class Handle:
+        def __getattr__(self, method):
+            return self
+
+        async def remote(self, *arguments):
+            raise OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
+
+    monkeypatch.setattr("ray.kill", lambda handle: None)
+    fleet = Fleet(lambda index: Handle(), EngineConfig(health_every_s=0.01, restarts=0))
+    try:
+        fleet.open()
+        wait_for(lambda: fleet._all_gone(), 10)
+        with pytest.raises(EngineError, match="every engine is gone: 0: its process ended: Ray killed it because memory"):
+            asyncio.run(fleet.generate(np.zeros(1), GREEDY, session="any"))
+    finally:
+        fleet.close()
 
 
 # ---------------------------------------------------------------- real engines
