@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs all tests, in two workers; or what the arguments, which go to pytest, say. Paths are relative to the project's root.
+# Runs all tests, in two workers; or what the arguments, which go to pytest, say. Paths: from the project's root.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

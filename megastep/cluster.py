@@ -188,6 +188,8 @@ class Cluster:
 
     def _spawn_engine(self, index: int):
         config = self.config
+        if self.with_policy:
+            self.policy.refuse_lost_node()  # without its ranks an engine would wait for weights that never come
         shares = self.with_policy and config.cluster.colocate
         bundle, gpu_ids = (self.policy.share(index, config.engine.tensor) if shares else
                            (index + (config.policy.ranks if self.with_policy else 0), None))
@@ -339,6 +341,12 @@ class Policy:
         if len({self._where[bundle][0] for bundle in bundles}) > 1:
             raise ClusterError(f"engine.tensor = {tensor}: the GPUs of engine {engine} lie on several nodes")
         return bundles[0], tuple(gpu for bundle in bundles for gpu in self._where[bundle][1])
+
+    def refuse_lost_node(self) -> None:
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        lost = [rank for rank, bundle in enumerate(self._order) if self._where[bundle][0] not in alive]
+        if lost:
+            raise ClusterError(f"the node of the policy's rank(s) {', '.join(map(str, lost))} is lost")
 
 
 def raise_death(calls: list) -> None:

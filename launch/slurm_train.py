@@ -1,0 +1,80 @@
+"""The training task of slurm.sbatch: checks the config, waits until Ray is on every node, becomes `megastep train`.
+
+    python launch/slurm_train.py CONFIG [key=value ...]
+
+It is the same process all the way, whose number is in $MEGASTEP_LOGS/train.pid, for SIGTERM. Exit code 2: a mistake in
+the config; 1: nodes that did not come.
+"""
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from megastep.config import ConfigError, load
+
+POLL_S = 0.5
+
+
+def main(config: str, *overrides: str) -> int:
+    logs = Path(os.environ["MEGASTEP_LOGS"])
+    (logs / "train.pid").write_text(str(os.getpid()))
+    try:
+        given = load(config, list(overrides)).run.name
+    except ConfigError as error:
+        return refuse(error.problems, exit_code=2)
+    # The number of a job stays the same when it is requeued, so its run is found again.
+    name = given or f"{Path(config).stem}-{os.environ['SLURM_JOB_ID']}"
+    (logs / "run.name").write_text(name)
+
+    timeout_s = float(os.environ.get("MEGASTEP_NODES_TIMEOUT_S", 300))
+    hosts = os.environ["MEGASTEP_HOSTS"].split()
+    missing = await_nodes(hosts, os.environ["RAY_ADDRESS"], timeout_s)
+    if missing:
+        return refuse([f"{host}: no Ray there after {timeout_s:g} s (MEGASTEP_NODES_TIMEOUT_S); what it said is in "
+                       f"{logs}/{hosts.index(host)}.log" for host in missing], exit_code=1)
+    command = ["megastep", "train", config, *overrides, f"run.name={name}"]
+    sys.stdout.flush()
+    os.execvp(command[0], command)
+
+
+def refuse(problems: list[str], exit_code: int) -> int:
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return exit_code
+
+
+def await_nodes(hosts: list[str], address: str, timeout_s: float) -> list[str]:
+    """Those that Ray does not run on by then."""
+    deadline = time.monotonic() + timeout_s
+    missing = hosts
+    while missing and time.monotonic() < deadline:
+        if is_open(address):
+            there = nodes_of_ray(address)
+            missing = [host for host in hosts if host not in there]
+        if missing:
+            time.sleep(POLL_S)
+    return missing
+
+
+def is_open(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def nodes_of_ray(address: str) -> set[str]:
+    """Names of the nodes that are alive. Not through `ray.init`: for a driver Ray starts a process per CPU."""
+    from ray._raylet import GcsClient
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+    nodes = GcsClient(address=address).get_all_node_info(timeout=30, state_filter=GcsNodeInfo.GcsNodeState.ALIVE)
+    return {node.node_name for node in nodes.values()}
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

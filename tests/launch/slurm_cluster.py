@@ -1,0 +1,221 @@
+"""A real Slurm cluster of two nodes on this machine: one slurmctld and two slurmd of our own.
+
+    with two_nodes(folder) as cluster:
+        job = cluster.submit("configs/chase.yaml", "train.steps=6")     # launch/slurm.sbatch
+        job.wait()["ExitCode"]
+
+Everything is in its folder: configuration, state, logs, the output of the jobs. The daemons listen at ports of their
+own and ask nobody who he is, so that no other Slurm is touched and no munge is needed.
+"""
+
+import getpass
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from megastep.ports import free_port
+from tests.processes import alive, descendants, started, wait_for
+
+ROOT = Path(__file__).parents[2]
+NODES = ("n1", "n2")
+PATIENCE_S = 300  # to start Ray or vLLM takes some seconds, or minutes on a machine that is busy
+CONFIGURATION = """
+ClusterName=megastep
+SlurmctldHost=localhost
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+MpiDefault=none
+SwitchType=switch/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1
+ReturnToService=2
+KillWait=15
+FirstJobId={first_job}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 State=UNKNOWN
+NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Job:
+    def __init__(self, cluster: "SlurmCluster", id: int):
+        self.cluster, self.id = cluster, id
+        self.raylets = [f"/tmp/megastep-{id}-{node}" for node in range(len(NODES))]  # their folders
+        self.logs = cluster.folder / f"slurm-{id}-ray"
+
+    def show(self) -> dict[str, str]:
+        """What Slurm knows of it: JobState, ExitCode, Restarts and more."""
+        text = self.cluster.run("scontrol", "show", "job", "--oneliner", str(self.id))
+        return dict(field.split("=", 1) for field in text.split() if "=" in field)
+
+    def is_in(self, *states: str) -> dict[str, str] | None:
+        shown = self.show()
+        return shown if shown["JobState"] in states else None
+
+    def wait(self, *states: str) -> dict[str, str]:
+        """Until it is in one of these states, or has ended, whichever way; with the output if that takes too long."""
+        states = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        try:
+            return wait_for(lambda: self.is_in(*states), PATIENCE_S)
+        except TimeoutError:
+            pytest.fail(f"job {self.id} is {self.show()['JobState']} after {PATIENCE_S} s:\n{self.output()}")
+
+    def output(self) -> str:
+        return _read(self.cluster.folder / f"slurm-{self.id}.out")
+
+    def log(self, node: int) -> str:
+        """What was said on a node."""
+        return _read(self.logs / f"{node}.log")
+
+    def signal(self, name: str) -> None:
+        """To the batch script alone, as for a time limit."""
+        self.cluster.run("scancel", "--batch", f"--signal={name}", str(self.id))
+
+    def cancel(self) -> None:
+        self.cluster.run("scancel", str(self.id))
+
+    def requeue(self) -> None:
+        self.cluster.run("scontrol", "requeue", str(self.id))
+
+    def begin_again(self) -> None:
+        """After a requeue, and now: Slurm would wait for two minutes. It decides so a moment after it shows the job as
+        pending, and is told until the job runs."""
+
+        def runs() -> bool:
+            self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+            with suppress(TimeoutError):
+                return bool(wait_for(lambda: self.is_in("RUNNING"), 4))
+            return False
+
+        wait_for(runs, PATIENCE_S)
+
+    def family(self) -> set[tuple[int, str]]:
+        """Every process that runs for it: those of its steps, which Slurm has taken from its own daemons."""
+        steps = [pid for pid, line in commands() if line.startswith(f"slurmstepd: [{self.id}.")]
+        return set().union(*(descendants(pid) | {(pid, started(pid))} for pid in steps))
+
+    def below_raylet(self, node: int) -> list[str]:
+        """Command lines of what Ray runs on a node."""
+        pids = [pid for pid, line in commands() if f"--raylet_socket_name={self.raylets[node]}/" in line]
+        return [line for pid in pids for line in alive(descendants(pid))]
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def commands() -> list[tuple[int, str]]:
+    """Process ids and command lines of everything that runs."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                found.append((int(entry.name), (entry / "cmdline").read_bytes().replace(bytes(1), b" ").decode()))
+            except OSError:
+                continue  # it has just ended
+    return found
+
+
+class SlurmCluster:
+    def __init__(self, folder: Path):
+        self.folder, self.daemons = folder, []
+        ports = [free_port() for _ in range(3)]
+        text = CONFIGURATION.format(folder=folder, user=getpass.getuser(), ports=ports, first_job=100 * ports[0])
+        (folder / "slurm.conf").write_text(text)
+        for name in ("state", *(f"spool-{node}" for node in NODES)):
+            (folder / name).mkdir()
+
+    def environment(self) -> dict[str, str]:
+        """This process's, but for what it says of another Ray or another job."""
+        others = ("RAY_", "SLURM", "SBATCH_", "MEGASTEP_")
+        ours = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+        return ours | {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+
+    def start(self) -> None:
+        path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+        for command in (["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in NODES)):
+            with (self.folder / f"{command[0]}-{command[-1]}.log").open("w") as log:
+                self.daemons.append(subprocess.Popen(
+                    [shutil.which(command[0], path=path), *command[1:]], stdout=log, stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL, env=self.environment(), cwd=self.folder, start_new_session=True,
+                ))
+        wait_for(lambda: self.idle() == len(NODES), 60)
+
+    def idle(self) -> int:
+        sinfo = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%N %t"], env=self.environment(), text=True,
+                               capture_output=True, timeout=60)
+        return len(re.findall(r"\bidle$", sinfo.stdout, re.MULTILINE))
+
+    def run(self, *command: str, **more: str) -> str:
+        done = subprocess.run(command, env=self.environment() | more, cwd=self.folder, text=True, capture_output=True,
+                              timeout=60)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def submit(self, *arguments: str, options: tuple[str, ...] = (), **variables: str) -> Job:
+        """On both nodes, which have no GPU; `variables` are those that launch/slurm.sbatch explains."""
+        given = {"MEGASTEP_ROOT": str(ROOT), "MEGASTEP_BIN": str(Path(sys.executable).parent)} | variables
+        id = self.run("sbatch", "--parsable", "--nodes=2", "--gpus-per-node=0", *options,
+                      str(ROOT / "launch" / "slurm.sbatch"), *arguments, **given)
+        return Job(self, int(id))
+
+    def close(self) -> None:
+        """The jobs first: their processes are not below the daemons."""
+        try:
+            if len(self.daemons) == 1 + len(NODES):
+                self.run("scancel", f"--user={getpass.getuser()}")
+                wait_for(lambda: not self.run("squeue", "--noheader"), 60)
+        finally:
+            for daemon in reversed(self.daemons):
+                daemon.terminate()
+            for daemon in reversed(self.daemons):
+                try:
+                    daemon.wait(20)
+                except subprocess.TimeoutExpired:
+                    daemon.kill()
+
+
+@contextmanager
+def two_nodes(folder: Path) -> Iterator[SlurmCluster]:
+    skip_without_slurm()
+    cluster = SlurmCluster(folder)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def skip_without_slurm() -> None:
+    """Installs it where that is possible: it is a package of Debian and Ubuntu, and starts nothing by itself here."""
+    if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin:/sbin"):
+        return
+    if not shutil.which("apt-get"):
+        pytest.skip("Slurm is not installed, and there is no apt-get to install it with")
+    if os.getuid() != 0:
+        pytest.skip("Slurm is not installed, and only root may install it: apt-get install slurm-wlm")
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    install = ["apt-get", "install", "-y", "-q", "--no-install-recommends", "slurm-wlm"]
+    for command in (["apt-get", "update", "-q"], install):
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, text=True, capture_output=True,
+                              timeout=400)
+    if done.returncode:
+        pytest.skip(f"Slurm is not installed, and cannot be: {(done.stderr or done.stdout).strip().splitlines()[-1]}")

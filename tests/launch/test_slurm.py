@@ -1,0 +1,221 @@
+"""D5: launch/slurm.sbatch on a real Slurm of two nodes, with real Ray, vLLM and Megatron."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megastep.policy.manifest import latest
+from megastep.ports import free_port
+from megastep.report import read_metrics
+from tests import processes
+from tests.launch.slurm_cluster import PATIENCE_S, Job, commands, two_nodes
+from tests.processes import alive
+
+pytestmark = pytest.mark.timeout(900)  # whole runs, on a machine that may be busy
+CONFIG = "configs/chase.yaml"
+STEPS = 8
+# A node has one CPU and a process takes one, so that the rank and the engine are on different nodes.
+TINY = (
+    "cluster.cpus_per_process=1", "run.wandb=disabled", "warm_start.trajectories=0", "optimizer.warmup_steps=0",
+    f"train.steps={STEPS}", "train.mini_batch_prompts=2", "rollout.prompts=2", "rollout.samples=2", "eval.prompts=2",
+    "eval.samples=1", "checkpoint.every_steps=3",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with two_nodes(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def setup_file(tmp_path):
+    """A file for MEGASTEP_SETUP; the command of the task that sources it is $@."""
+
+    def write(text: str) -> str:
+        (tmp_path / "setup.sh").write_text(text)
+        return str(tmp_path / "setup.sh")
+
+    return write
+
+
+def wait_for(condition):
+    return processes.wait_for(condition, PATIENCE_S)
+
+
+NO_RAY_ON = "if [[ $2 == *slurm_ray.sh && $SLURMD_NODENAME == {} ]]; then sleep 600; fi\n"
+
+
+def assert_nothing_is_left(job: Job, family: set) -> None:
+    wait_for(lambda: not alive(family | job.family()))
+    assert not [folder for folder in job.raylets if os.path.exists(folder)]
+
+
+# ---------------------------------------------------------------- a job that is requeued twice
+
+
+@pytest.fixture(scope="module")
+def requeued(cluster):
+    """A job that is requeued by hand, goes on, is told that its time is up, requeues itself, and comes to its end."""
+    job = cluster.submit(CONFIG, *TINY, f"run.dir={cluster.folder}/runs")
+    folder = cluster.folder / "runs" / f"chase-{job.id}"
+    seen = SimpleNamespace(job=job, folder=folder, families=[], saved=[])
+
+    def train_until(step: int) -> None:
+        """And remember who runs."""
+        wait_for(lambda: len(read_metrics(folder)) > step or job.is_in("COMPLETED", "FAILED"))
+        assert job.is_in("RUNNING"), job.output()
+        seen.families.append(job.family())
+
+    def begin_again() -> None:
+        wait_for(lambda: job.is_in("PENDING"))
+        assert_nothing_is_left(job, seen.families[-1])
+        seen.saved.append(int(latest(folder / "checkpoints").name.removeprefix("step_")))
+        job.begin_again()
+        wait_for(lambda: len(read_metrics(folder)) == seen.saved[-1] + 1)  # rows after it are gone
+
+    train_until(4)
+    seen.nodes = [job.below_raylet(node) for node in (0, 1)]
+    job.requeue()
+    begin_again()
+    train_until(seen.saved[0] + 1)
+    job.signal("USR1")
+    begin_again()
+    train_until(seen.saved[1] + 1)
+    seen.end = job.wait()
+    return seen
+
+
+def test_d5_a_job_of_two_nodes_runs_to_its_end(requeued):
+    assert (requeued.end["JobState"], requeued.end["ExitCode"], requeued.end["NumNodes"]) == ("COMPLETED", "0:0", "2")
+    assert [row["step"] for row in read_metrics(requeued.folder)] == list(range(STEPS + 1))
+    assert latest(requeued.folder / "checkpoints").name == f"step_{STEPS}"
+    assert f"checkpoint in {requeued.folder}/checkpoints/step_{STEPS}" in requeued.job.output()
+
+
+def test_d5_ranks_and_engines_are_on_different_nodes(requeued):
+    of_rank, of_engine = ([any(f"ray::{kind}" in line for line in lines) for lines in requeued.nodes]
+                          for kind in ("PolicyRank", "Engine"))
+    assert sorted(of_rank) == [False, True] and of_engine == of_rank[::-1]
+
+
+def test_d5_a_requeued_job_goes_on_from_its_last_checkpoint(requeued):
+    """The first of them was killed after step 4; the checkpoint before is that of step 3, unless it was quick."""
+    starts = re.findall(r"chase-\d+: (a new run|continues after step \d+)$", requeued.job.output(), re.MULTILINE)
+    assert starts == ["a new run", *(f"continues after step {step}" for step in requeued.saved)]
+    assert requeued.saved[0] in (3, 6) and requeued.end["Restarts"] == "2"
+
+
+def test_d5_a_job_whose_time_is_up_writes_a_checkpoint_and_requeues_itself(requeued):
+    saved = requeued.saved[1]
+    assert saved > requeued.saved[0] and f"\nstopped after step {saved};" in requeued.job.output()
+    assert f"job {requeued.job.id} is requeued and goes on from its last checkpoint" in requeued.job.output()
+
+
+def test_d5_nothing_of_a_job_is_left(requeued):
+    """As after each of its parts."""
+    assert all(len(family) > 20 for family in requeued.families)
+    assert_nothing_is_left(requeued.job, set().union(*requeued.families))
+    assert {path.name for path in requeued.job.logs.iterdir()} == {"0.log", "1.log"}
+
+
+# ---------------------------------------------------------------- jobs that fail
+
+
+@pytest.mark.parametrize(
+    "arguments, variables, message",
+    [
+        ((), {}, "slurm.sbatch: error: no CONFIG; sbatch --nodes=2 launch/slurm.sbatch CONFIG [key=value ...]"),
+        ((CONFIG,), {"MEGASTEP_BIN": "/nowhere"}, "error: /nowhere/megastep: no such program; set MEGASTEP_BIN"),
+        ((CONFIG,), {"MEGASTEP_ROOT": "/nowhere"}, "slurm.sbatch: error: /nowhere: not the project's root; submit"),
+        ((CONFIG, "train.stepz=1"), {}, "error: train.stepz: unknown key; did you mean train.steps?"),
+    ],
+)
+def test_d5_mistakes_are_a_line_and_exit_code_2(arguments, variables, message, cluster):
+    """Those of the config too, before Ray is there."""
+    job = cluster.submit(*arguments, **variables)
+    assert job.wait()["ExitCode"] == "2:0"
+    (line,) = [line for line in job.output().splitlines() if "error: " in line and not line.startswith("srun:")]
+    assert line.startswith(message)
+    assert_nothing_is_left(job, set())
+
+
+def test_d5_the_exit_code_is_that_of_training(cluster):
+    """Which refuses this one itself, once Ray is there."""
+    job = cluster.submit(CONFIG, *TINY, f"run.dir={cluster.folder}/runs", "run.name=mine", "filters.over_long=cut")
+    family = wait_for(lambda: job.below_raylet(1) and job.family())
+    assert job.wait()["ExitCode"] == "2:0"
+    assert "error: filters.over_long = cut: must be one of keep, mask, drop" in job.output()
+    assert_nothing_is_left(job, family)
+
+
+def test_d5_a_node_that_does_not_come_is_named(cluster, setup_file):
+    setup = setup_file("echo $SLURMD_NODENAME is set up\n" + NO_RAY_ON.format("n2"))
+    job = cluster.submit(CONFIG, *TINY, MEGASTEP_SETUP=setup, MEGASTEP_NODES_TIMEOUT_S="8")
+    family = wait_for(lambda: "n2 is set up" in job.log(1) and job.family())
+    assert job.wait()["ExitCode"] == "1:0"
+    said = f"error: n2: no Ray there after 8 s (MEGASTEP_NODES_TIMEOUT_S); what it said is in {job.logs}/1.log"
+    assert said in job.output().splitlines()
+    assert_nothing_is_left(job, family)
+
+
+def test_d5_a_node_whose_ray_dies_ends_the_job(cluster):
+    job = cluster.submit(CONFIG, *TINY, f"run.dir={cluster.folder}/runs", "run.name=dead")
+    wait_for(lambda: "dead: a new run" in job.output())
+    family = job.family()
+    (raylet,) = [pid for pid, line in commands() if f"--raylet_socket_name={job.raylets[1]}/" in line]
+    os.kill(raylet, signal.SIGKILL)
+    assert job.wait()["ExitCode"] == "1:0"
+    assert f"error: Ray has ended on n2; what it said is in {job.logs}" in job.output()
+    assert "Ray ended by itself, with exit code 1" in job.log(1)
+    assert_nothing_is_left(job, family)
+
+
+# ---------------------------------------------------------------- jobs that are stopped
+
+
+def test_d5_a_second_signal_ends_training_that_does_not_stop(cluster, setup_file):
+    """And a job that may not be requeued says how to go on."""
+    setup = setup_file(NO_RAY_ON.format("n*") + "if [[ $1 == python ]]; then trap '' TERM; fi\n")
+    job = cluster.submit(CONFIG, *TINY, options=("--no-requeue",), MEGASTEP_SETUP=setup)
+    wait_for((job.logs / "run.name").exists)
+    family = job.family()
+    job.signal("USR1")
+    wait_for(lambda: "training is asked to stop" in job.output())
+    with pytest.raises(TimeoutError):
+        processes.wait_for(lambda: not job.is_in("RUNNING"), 2)
+    job.signal("USR1")
+    assert job.wait()["ExitCode"] == "75:0"
+    command = f"sbatch --nodes=2 launch/slurm.sbatch {CONFIG} {' '.join(TINY)} run.name=chase-{job.id}"
+    assert job.output().endswith(f"slurm.sbatch: stopped; to go on: {command}\n")
+    assert_nothing_is_left(job, family)
+
+
+def test_d5_a_job_that_is_cancelled_does_not_come_back(cluster, setup_file, folders):
+    job = cluster.submit(CONFIG, *TINY, MEGASTEP_SETUP=setup_file(NO_RAY_ON.format("n2")))
+    family = wait_for(lambda: "Ray runtime started" in job.log(0) and job.family())
+    assert [folder.exists() for folder in folders] == [False, True]
+    job.cancel()
+    assert job.wait()["JobState"] == "CANCELLED"
+    wait_for(lambda: not alive(family | job.family()))
+    assert job.show()["Restarts"] == "0" and job.is_in("CANCELLED")
+    shutil.rmtree(job.raylets[0], ignore_errors=True)  # a job that follows would do it
+
+
+@pytest.fixture
+def folders():
+    """Ray's, of a job that was killed and of one that runs."""
+    number = free_port()
+    dead, running = (Path(f"/tmp/megastep-{number}-{node}") for node in (0, 1))
+    dead.mkdir()
+    running.mkdir()
+    with subprocess.Popen(["flock", running, "sleep", "600"], start_new_session=True) as holder:
+        yield dead, running
+        os.killpg(holder.pid, signal.SIGKILL)
+    shutil.rmtree(running)

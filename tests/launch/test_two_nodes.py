@@ -1,0 +1,156 @@
+"""D3, D5: one job over two Ray nodes, and what happens when one of them is lost."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megastep.policy.manifest import latest, read_manifest
+from megastep.report import read_metrics
+from tests.launch.ray_cluster import HEAD, WORKER, two_nodes
+from tests.processes import alive, wait_for
+
+# A place is two CPUs here, for a rank and for an engine on it, and so is a node: the ranks cannot share one.
+CPUS = (2, 2)
+SMALL = (
+    "run.wandb=disabled", "cluster.cpus_per_process=1", "cluster.colocate=true", "warm_start.trajectories=0",
+    "rollout.prompts=2", "rollout.samples=2", "train.mini_batch_prompts=2", "eval.prompts=2", "eval.samples=1",
+    "optimizer.warmup_steps=0", "checkpoint.every_steps=1",
+)
+LOST_WITHIN_S = 90  # Ray takes 15 seconds to call a node dead; the machine may be busy
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with two_nodes(CPUS) as cluster:
+        yield cluster
+
+
+def begin(cluster, folder, name: str, *more: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "megastep", "train", "configs/local.yaml", f"run.dir={folder}", f"run.name={name}"]
+    return subprocess.Popen([*command, *SMALL, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env=cluster.environment(), start_new_session=True)
+
+
+def nodes_of(cluster, kind: str) -> list[str]:
+    return [actor["node_id"] for actor in cluster.actors() if actor["class_name"] == kind]
+
+
+def is_up(cluster) -> bool:
+    """Two ranks and an engine, as Ray sees them, and all CPUs taken."""
+    ranks, engines = nodes_of(cluster, "PolicyRank"), nodes_of(cluster, "Engine")
+    return (len(ranks), len(engines)) == (2, 1) and cluster.cpus_used() == sum(CPUS)
+
+
+def script(cluster, text: str) -> str:
+    """What it prints."""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120,
+                          env=cluster.environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+NUMBERED = """
+import json, os, ray
+from megastep.cluster import Cluster, Policy, PolicyRank
+from megastep.config import load
+
+cluster = Cluster(load("configs/local.yaml", ["policy.ranks=4", "cluster.cpus_per_process=1"]), with_engines=False)
+try:
+    cluster._connect()
+    cluster._reserve()
+    turns = [cluster._actor(PolicyRank, bundle, 1, cluster.config, os.getcwd(), None) for bundle in (0, 2, 1, 3)]
+    print(json.dumps([[ray.get(a.where.remote())[0] for a in actors] for actors in (turns, Policy(turns).ranks)]))
+finally:
+    cluster.__exit__()
+"""
+
+
+def test_d3_ranks_are_numbered_node_by_node(cluster):
+    """However their places were given out; here those of the two nodes take turns."""
+    turns, ranks = json.loads(script(cluster, NUMBERED))
+    assert turns[0] == turns[2] != turns[1] == turns[3]
+    assert ranks == [WORKER, WORKER, HEAD, HEAD]
+
+
+DYING = """
+import os, ray, time
+from ray.exceptions import RayActorError
+from megastep.cluster import Policy
+
+class Rank:
+    def where(self):
+        return "node", []
+
+    def call(self, method, rank):
+        if rank == 0:
+            raise RuntimeError("Connection reset by peer")
+        time.sleep(1)
+        os._exit(1)
+
+ray.init(log_to_driver=False)
+policy = Policy([ray.remote(Rank).options(num_cpus=0).remote() for _ in range(2)])
+policy.data_ranks = [0, 1]
+try:
+    policy.scatter("learn", [0, 1])
+except RayActorError:
+    print("the death")
+"""
+
+
+def test_d5_a_rank_that_died_is_the_cause_and_not_its_peer_that_noticed(cluster):
+    assert "the death\n" in script(cluster, DYING)
+
+
+@pytest.fixture(scope="module")
+def trained(cluster, tmp_path_factory):
+    """A run of three steps: its directory, and where its ranks and its engine were."""
+    folder = tmp_path_factory.mktemp("trained")
+    process = begin(cluster, folder, "both", "train.steps=3")
+    try:
+        wait_for(lambda: is_up(cluster) or process.poll() is not None, 120)
+        places = nodes_of(cluster, "PolicyRank"), nodes_of(cluster, "Engine")
+        _, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors[-3000:]
+    return folder / "both", *places
+
+
+def test_d3_d5_a_policy_on_two_nodes_trains_to_the_end(cluster, trained):
+    """Its experts are spread over both, and the engine is beside the first rank."""
+    folder, ranks, engines = trained
+    assert sorted(ranks) == [WORKER, HEAD] and engines == [WORKER]
+    rows = read_metrics(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["mismatch/max_abs"] < 1e-3 for row in rows[1:])  # the weights of both ranks reach the engine
+    assert read_manifest(latest(folder / "checkpoints"))["step"] == 3
+
+
+def test_d3_the_cluster_that_was_there_stays_and_is_free_again(cluster, trained):
+    wait_for(lambda: not cluster.actors() and cluster.cpus_used() == 0, 60)
+    assert sorted(cluster.nodes()) == [WORKER, HEAD]
+    assert cluster.head.process.poll() is None and cluster.worker.process.poll() is None
+
+
+def test_d5_a_lost_node_ends_the_run_with_a_line(cluster, tmp_path):
+    """The last test of this cluster. Lost are a rank and the only engine, in the middle of a rollout: nobody waits for
+    an engine that could come back only to a policy that is not whole."""
+    process = begin(cluster, tmp_path, "lost", "train.steps=1000", "rollout.prompts=16", "rollout.samples=16")
+    checkpoints = tmp_path / "lost" / "checkpoints"
+    try:
+        wait_for(lambda: (checkpoints / "step_1").exists() or process.poll() is not None, 200)
+        assert nodes_of(cluster, "Engine") == [WORKER], process.stderr.read()[-3000:]
+        cluster.worker.kill()
+        _, errors = process.communicate(timeout=LOST_WITHIN_S)
+    finally:
+        process.kill()
+    (line,) = [line for line in errors.splitlines() if line]
+    # Either the episodes notice it, if all were cut off, or training with those that had ended.
+    cause = "the node of the policy's rank(s) 0 is lost" in line or line.startswith("error: a rank of the policy died")
+    assert process.returncode == 1 and line.startswith("error: ") and cause, errors[-3000:]
+    saved = latest(checkpoints)
+    assert read_manifest(saved)["step"] == int(saved.name.removeprefix("step_")) >= 1
+    wait_for(lambda: cluster.nodes() == [HEAD] and not cluster.actors(), 60)
+    assert not [line for line in alive(cluster.head.family()) if "PolicyRank" in line or "VLLM" in line]
