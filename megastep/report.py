@@ -6,6 +6,7 @@ What each metric means: `megastep/view/meanings.py`.
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import yaml
@@ -36,7 +37,10 @@ class MetricsLog:
         with self.path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         if self.wandb is not None:
-            self.wandb.log(metrics, step=step)
+            try:
+                self.wandb.log(metrics, step=step)
+            except ConnectionError as error:  # as below
+                print(f"wandb did not take step {step}: {error}", file=sys.stderr)
         if self.tensorboard is not None:
             for name, value in metrics.items():
                 self.tensorboard.add_scalar(name, value, step)
@@ -50,7 +54,12 @@ class MetricsLog:
 
     def close(self) -> None:
         if self.wandb is not None:
-            self.wandb.finish()
+            # Its helper process may be gone: whoever stops a job sends the signal to all of its processes. What was
+            # logged is in metrics.jsonl and, but for the end, in wandb's own folder.
+            try:
+                self.wandb.finish()
+            except Exception as error:
+                print(f"wandb did not finish: {error}", file=sys.stderr)
         if self.tensorboard is not None:
             self.tensorboard.close()
 

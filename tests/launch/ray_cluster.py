@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from megastep.lifetime import end_with_parent
 from megastep.ports import free_port
 from tests.processes import alive, descendants, started, wait_for
 
@@ -50,6 +51,7 @@ class Node:
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                preexec_fn=end_with_parent,  # and Ray's processes with it, if the tests are killed
                 env=without_ray() | {
                     "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_OVERRIDE_NODE_ID_FOR_TESTING": id,
                     "RAY_health_check_period_ms": "1000",  # a lost node is known after 5 seconds, not 15
