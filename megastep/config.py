@@ -591,8 +591,8 @@ def _check_recomputation(policy: PolicyConfig, problems: _Problems) -> None:
     problems.check("full" not in recompute or len(recompute) == 1, "policy.recompute", recompute,
                    "full already covers everything; write [full]")
     for module in {"moe_act", "layernorm"} & set(recompute):
-        problems.need_cuda("policy.recompute", recompute, f"{module} needs Transformer Engine's layers, and there is no "
-                           "GPU here")
+        problems.need_cuda("policy.recompute", recompute,
+                           f"{module} needs Transformer Engine's layers, and there is no GPU here")
     if policy.offload_layers:
         problems.need_cuda("policy.offload_layers", policy.offload_layers,
                            "needs Transformer Engine, and there is no GPU here; must be 0")

@@ -3,6 +3,7 @@
 What each metric means: `megastep/view/meanings.py`.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -60,8 +61,16 @@ class MetricsLog:
                 self.wandb.finish()
             except Exception as error:
                 print(f"wandb did not finish: {error}", file=sys.stderr)
+                self._forget_wandb()
         if self.tensorboard is not None:
             self.tensorboard.close()
+
+    def _forget_wandb(self) -> None:
+        """Else it would try again when Python exits, and print a traceback."""
+        import wandb
+
+        with contextlib.suppress(Exception):
+            wandb.teardown()
 
 
 def read_metrics(folder: Path) -> list[dict]:

@@ -1,7 +1,7 @@
 """SIGTERM: the machine will soon be taken away, by a time limit, a scheduler or a person.
 
-Until a run has something to keep, `Stopped` is raised wherever it is. After that the loop is asked, and ends at the next
-moment at which nothing is lost (train.py). Ray takes the signal for itself when it starts; `kept` gives it back.
+Until a run has something to keep, `Stopped` is raised wherever it is. After that the loop is asked, and ends at the
+next moment at which nothing is lost (train.py). Ray takes the signal for itself when it starts; `kept` gives it back.
 """
 
 import signal

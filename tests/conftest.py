@@ -10,12 +10,19 @@ from tests.models import make_model
 from tests.ranks import RankPool
 
 
-LONGEST = ("test_train.py", "test_train_ends.py")
+# Those that start Ray or Slurm, one after the other: two at once would not fit into the memory of a laptop.
+CLUSTERS = (
+    "test_train.py", "test_train_ends.py", "test_cluster.py", "test_transfer.py", "test_fleet.py", "test_end_to_end.py",
+    "test_slurm.py", "test_ray_job.py", "test_two_nodes.py",
+)
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first: with two workers the others are done beside them."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    """With two workers (launch/test.sh), one has the clusters and the other all the rest. `rollouts` is up to the end,
+    and so comes last."""
+    items.sort(key=lambda item: "rollouts" in item.fixturenames)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("clusters" if item.path.name in CLUSTERS else "rest"))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@
 The function must be importable (`tests.cases`), for the ranks are other processes.
 """
 
+import ctypes
 import gc
 import importlib
 import os
@@ -75,6 +76,7 @@ def serve(rank: int, world: int, pipe) -> None:
         let_go_of_models()
         parallel.stop()
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # or a rank keeps what many small models have fragmented
 
 
 def let_go_of_models() -> None:

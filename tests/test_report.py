@@ -387,6 +387,29 @@ def test_d7_tensorboard_has_the_same_numbers(tmp_path):
     assert [row["train/loss"] for row in read_metrics(tmp_path)] == [0.5, 1.0, 9.0]
 
 
+WITHOUT_HELPER = """
+import os, signal, sys, time
+from pathlib import Path
+from megastep.report import MetricsLog
+from tests.processes import descendants
+
+with MetricsLog(Path(sys.argv[1]), 0, "offline", {}) as log:
+    log.write(1, {"train/loss": 1.0})
+    for pid, _ in descendants(os.getpid()):
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(1)
+    log.write(2, {"train/loss": 2.0})
+"""
+
+
+def test_d7_a_run_whose_wandb_was_stopped_ends_without_a_traceback(tmp_path):
+    """Whoever stops a Ray job sends SIGTERM to every process of it, wandb's helper too."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_HELPER, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.startswith("wandb did not ") and len(done.stderr.splitlines()) <= 2
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+
+
 def test_d7_no_tensorboard_unless_asked(tmp_path):
     log = MetricsLog(tmp_path, 0, "disabled", {})
     log.write(1, {"train/loss": 1.0})

@@ -159,6 +159,7 @@ def kill_in_mid_save(process, ranks: list[int], checkpoints) -> int:
     """The ranks, which write it, before the driver; returns the step of the checkpoint."""
     deadline = time.time() + 200
     while time.time() < deadline:
+        assert process.poll() is None, process.stderr.read()[-3000:]
         for path in checkpoints.glob("step_*.partial"):
             for rank in ranks:
                 os.kill(rank, signal.SIGKILL)

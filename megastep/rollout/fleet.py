@@ -255,7 +255,8 @@ class Fleet:
 
 
 def _how_it_ended(error: Exception) -> str:
-    return "its process ended" + (": Ray killed it because memory ran out" if isinstance(error, OutOfMemoryError) else "")
+    why = ": Ray killed it because memory ran out" if isinstance(error, OutOfMemoryError) else ""
+    return f"its process ended{why}"
 
 
 async def _result(reference) -> Any:

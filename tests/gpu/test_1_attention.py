@@ -12,7 +12,8 @@ def test_flex_attention_sees_what_a_dense_mask_shows(heads, kv_heads):
     torch.manual_seed(0)
     device = torch.device("cuda")
     for trie in [t for t in some_tries() if t.branches][:5]:
-        inputs = [torch.randn(len(trie), n, 64).bfloat16().float().requires_grad_() for n in (heads, kv_heads, kv_heads)]
+        each = (heads, kv_heads, kv_heads)
+        inputs = [torch.randn(len(trie), n, 64).bfloat16().float().requires_grad_() for n in each]
         grad = torch.randn(len(trie), heads, 64).bfloat16().float()
         expected = dense(*inputs, trie, 0.125)
         expected_grads = torch.autograd.grad(expected, inputs, grad)

@@ -1,5 +1,5 @@
-"""Expected: logprobs of the Transformer Engine policy within 2e-2 of transformers in bf16, for packed sequences (its own
-kernel) and for tries that branch (FlexAttention). Not run yet.
+"""Expected: logprobs of the Transformer Engine policy within 2e-2 of transformers in bf16, for packed sequences (its
+own kernel) and for tries that branch (FlexAttention). Not run yet.
 """
 
 import numpy as np

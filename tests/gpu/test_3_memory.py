@@ -1,4 +1,4 @@
-"""Expected: weights, gradients and optimizer as planned, to the byte; activations within 15% of the plan. Not run yet."""
+"""Expected: weights, gradients, optimizer as planned, to the byte; activations within 15% of the plan. Not run yet."""
 
 import pytest
 import torch

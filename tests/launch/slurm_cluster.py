@@ -100,6 +100,7 @@ class Job:
         pending, and is told until the job runs."""
 
         def runs() -> bool:
+            assert self.is_in("PENDING", "RUNNING"), self.output()
             self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
             with suppress(TimeoutError):
                 return bool(wait_for(lambda: self.is_in("RUNNING"), 4))

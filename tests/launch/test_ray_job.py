@@ -67,7 +67,9 @@ def is_clean(cluster) -> bool:
     """No actor, no CPU in use, and no process of a job on either node."""
     names = ("megastep train", "PolicyRank", "ray::Engine", "VLLM", "wandb")
     processes = alive(cluster.head.family() | cluster.worker.family())
-    return not cluster.actors() and cluster.cpus_used() == 0 and not [p for p in processes if any(n in p for n in names)]
+    if [line for line in processes if any(name in line for name in names)]:
+        return False
+    return not cluster.actors() and cluster.cpus_used() == 0
 
 
 # ---------------------------------------------------------------- followed, stopped, resumed
@@ -93,7 +95,7 @@ def test_d5_ctrl_c_stops_the_job_with_a_checkpoint(cluster, stopped):
     assert code == 130 and "ray_job: job local-1: STOPPED" in errors, output[-2000:] + errors[-2000:]
     assert status(cluster, "local-1") == "STOPPED"
     step = read_metrics(folder)[-1]["step"]
-    assert f"stopped after step {step}" in output  # wandb, whose helper Ray has stopped too, may complain after it
+    assert f"stopped after step {step}" in output and "Traceback" not in output  # though Ray stops wandb's helper too
     assert latest(folder / "checkpoints").name == f"step_{step}"
     wait_for(lambda: is_clean(cluster), 60)
 

@@ -64,7 +64,7 @@ def test_nothing_ahead_is_synchronous():
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_x6_an_interrupted_batch_is_not_taken_and_not_lost(ahead):
-    """A batch that is there is taken; groups more for a step that has some come; one that must be waited for does not."""
+    """A batch that is there is taken, and so are more groups for a step that has some; one to be waited for is not."""
     episodes = Episodes(lambda id, index: 0.001 if id < 2 * BATCH else 1.0)
     with make(episodes, steps=5, ahead=ahead) as stream:
         stream.take(0)
