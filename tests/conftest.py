@@ -17,12 +17,21 @@ CLUSTERS = (
 )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With two workers (launch/test.sh), one has the clusters and the other all the rest."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "clusters" if nodeid.partition("::")[0].endswith(CLUSTERS) else "rest"
+
+    return Lanes(config, log)
+
+
 def pytest_collection_modifyitems(items):
-    """With two workers (launch/test.sh), one has the clusters and the other all the rest. `rollouts` is up to the end,
-    and so comes last."""
+    """`rollouts`, once it is up, stays up to the end; so what uses it comes last."""
     items.sort(key=lambda item: "rollouts" in item.fixturenames)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("clusters" if item.path.name in CLUSTERS else "rest"))
 
 
 @pytest.fixture(scope="session")
