@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -96,8 +97,9 @@ class Job:
         self.cluster.run("scontrol", "requeue", str(self.id))
 
     def begin_again(self) -> None:
-        """After a requeue, and now: Slurm would wait for two minutes. It decides so a moment after it shows the job as
+        """After a requeue, and soon: Slurm would wait for two minutes. It decides so a moment after it shows the job as
         pending, and is told until the job runs."""
+        time.sleep(2)  # nodes refuse what was allowed in the very second in which they were told to end the job
 
         def runs() -> bool:
             assert self.is_in("PENDING", "RUNNING"), self.output()
