@@ -6,18 +6,18 @@ of a checkpoint. The latter two live in a policy first, which hands them to the 
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from tqdm import tqdm
 
 from megastep.cluster import Cluster
 from megastep.config import Config, to_yaml
 from megastep.rollout.data import Prompt
 from megastep.rollout.generation import Generate
 from megastep.policy.manifest import CheckpointError
+from megastep.progress import progress
 from megastep.rollout.pool import Pool, refuse_all_failed
 from megastep.rollout.task import Task
 from megastep.rundir import refuse_unfit_weights, where_to_resume
@@ -105,7 +105,7 @@ class Progress:
     begun: float = field(default_factory=time.monotonic)
 
     def __enter__(self) -> "Progress":
-        self.bar = tqdm(total=self.total, desc="rollout", unit="traj", dynamic_ncols=True)
+        self.bar = progress("rollout", self.total, "traj", file=sys.stderr)
         return self
 
     def __exit__(self, *_) -> None:

@@ -28,6 +28,7 @@ from megastep.config import Config, ConfigError
 from megastep.learner import Learner
 from megastep.policy.loop_state import LoopState
 from megastep.policy.manifest import latest
+from megastep.progress import progress
 from megastep.report import MetricsLog, read_metrics, write_report
 from megastep.rollout.pool import Pool, refuse_all_failed
 from megastep.rollout.stream import GroupStream, Interrupted, StreamState
@@ -73,11 +74,14 @@ def replay(config: Config, name: str, rollouts: Path) -> Path:
         with Cluster(config, with_engines=False, log=run.log) as cluster:
             learner = Learner(config, cluster.policy)
             load_policy(run, learner)
-            for batch in tqdm(mini_batches(groups, config.rollout.prompts), "replay", unit="step", file=sys.stdout):
-                step += 1
-                kept, dropped = sift(batch, config)
-                metrics = rollout_metrics(batch) | filter_metrics(dropped, _count(batch)) | learner.learn(kept)
-                log.write(step, metrics)
+            batches = mini_batches(groups, config.rollout.prompts)
+            with progress("replay", len(batches), "step") as bar:
+                for batch in batches:
+                    step += 1
+                    kept, dropped = sift(batch, config)
+                    metrics = rollout_metrics(batch) | filter_metrics(dropped, _count(batch)) | learner.learn(kept)
+                    log.write(step, metrics)
+                    bar.update()
             cluster.policy.call("save", run.checkpoints, LoopState(step))
             cluster.policy.call("finish_saving")
     print(f"metrics in {run.folder}/metrics.jsonl, checkpoint in {latest(run.checkpoints)}")
@@ -357,7 +361,7 @@ class LiveLine:
     @contextmanager
     def stage(self, name: str, steps: int) -> Iterator:
         """A line of its own for what comes before; yields what is to be called with the loss of each step."""
-        with _bar(name, steps) as bar:
+        with progress(name, steps, "step") as bar:
 
             def on_step(loss: float) -> None:
                 bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
@@ -367,7 +371,7 @@ class LiveLine:
 
     def show(self, metrics: dict[str, float]) -> None:
         if self.bar is None:  # not before the first step has ended: what came before is not a step's time
-            self.bar = _bar("train", self.steps, self.done)
+            self.bar = progress("train", self.steps, "step", self.done)
         held_out = f", held-out {metrics['eval/success']:.2f}" if "eval/success" in metrics else ""
         self.bar.set_postfix_str(
             f"reward {metrics['reward/mean']:.2f}, success {metrics['reward/success']:.2f}{held_out}, "
@@ -377,10 +381,6 @@ class LiveLine:
 
     def say(self, text: str) -> None:
         tqdm.write(text)
-
-
-def _bar(name: str, total: int, done: int = 0) -> tqdm:
-    return tqdm(total=total, initial=done, desc=name, unit="step", file=sys.stdout, dynamic_ncols=True, mininterval=0.5)
 
 
 def summary(folder: Path) -> str:

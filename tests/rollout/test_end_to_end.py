@@ -74,10 +74,14 @@ def chat(task):
     return out, said
 
 
+# The command, but with a line of progress in its log as soon as there is any.
+OFTEN = "import sys; from megastep import cli, progress; progress.LOG_EVERY_S = 0.1; sys.exit(cli.main(sys.argv[1:]))"
+
+
 def _begin(arguments: list[str], name: Path) -> subprocess.Popen:
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     with open(f"{name}.out", "w") as output, open(f"{name}.err", "w") as errors:
-        command = [sys.executable, "-m", "megastep", *arguments]
+        command = [sys.executable, "-c", OFTEN, *arguments]
         return subprocess.Popen(command, stdout=output, stderr=errors, env=environment)
 
 

@@ -1,0 +1,35 @@
+"""Long work says how far it is, on a terminal and in the log of a job."""
+
+import io
+
+from megastep import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def work(file) -> str:
+    with progress.progress("train", 8, "step", done=5, file=file) as bar:
+        for reward in (0.5, 0.75, 1.0):
+            bar.set_postfix_str(f"reward {reward}", refresh=False)
+            bar.update()
+    return file.getvalue()
+
+
+def test_a_log_has_a_line_for_each_state_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(progress, "LOG_EVERY_S", 0.0)
+    lines = work(io.StringIO()).split("\n")
+    assert [line.split(" [")[0] for line in lines] == ["train: 5/8", "train: 6/8", "train: 7/8", "train: 8/8", ""]
+    assert [line.split(", ")[-1] for line in lines[1:-1]] == ["reward 0.5]", "reward 0.75]", "reward 1.0]"]
+    assert "\r" not in "".join(lines) and "%|" not in "".join(lines)
+
+
+def test_the_last_state_is_in_the_log_however_quick_it_was():
+    assert [line.split(" [")[0] for line in work(io.StringIO()).splitlines()] == ["train: 5/8", "train: 8/8"]
+
+
+def test_a_terminal_has_a_bar():
+    shown = work(Terminal())
+    assert shown.count("\n") == 1 and "\rtrain: 100%|" in shown
