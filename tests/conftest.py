@@ -10,34 +10,46 @@ from tests.models import make_model
 from tests.ranks import RankPool
 
 
-# Those that start Ray or Slurm, one after the other: two at once would not fit into the memory of a laptop.
+# Those that start Ray, vLLM or Slurm. They are the last of their worker, and find the memory of the ranks free.
 CLUSTERS = (
-    "test_train.py", "test_train_ends.py", "test_cluster.py", "test_transfer.py", "test_fleet.py", "test_end_to_end.py",
-    "test_slurm.py", "test_ray_job.py", "test_two_nodes.py",
+    "test_ray_job.py", "test_slurm.py", "test_two_nodes.py", "test_train.py", "test_train_ends.py", "test_cluster.py",
+    "test_end_to_end.py", "test_transfer.py", "test_fleet.py",
 )
+ONE_WORKER = CLUSTERS[:4]  # half of the time
+pools: dict[int, RankPool] = {}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With two workers (launch/test.sh), one has the clusters and the other all the rest."""
+    """Two workers (launch/test.sh) would not have the memory for two sets of ranks, nor for many clusters at once."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "clusters" if nodeid.partition("::")[0].endswith(CLUSTERS) else "rest"
+            return "one" if nodeid.partition("::")[0].endswith(ONE_WORKER) else "other"
 
     return Lanes(config, log)
 
 
 def pytest_collection_modifyitems(items):
-    """`rollouts`, once it is up, stays up to the end; so what uses it comes last."""
-    items.sort(key=lambda item: "rollouts" in item.fixturenames)
+    """`rollouts`, once it is up, stays up to the end."""
+    items.sort(key=lambda item: (item.path.name in CLUSTERS, "rollouts" in item.fixturenames))
+
+
+def pytest_runtest_setup(item):
+    if item.path.name in CLUSTERS:
+        close_pools()
+
+
+def close_pools() -> None:
+    for pool in pools.values():
+        pool.close()
+    pools.clear()
 
 
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks(n)`: n real ranks on gloo, started once."""
-    pools: dict[int, RankPool] = {}
 
     def get(world: int) -> RankPool:
         if world not in pools or not pools[world].processes[0].is_alive():
@@ -45,8 +57,7 @@ def ranks():
         return pools[world]
 
     yield get
-    for pool in pools.values():
-        pool.close()
+    close_pools()
 
 
 @pytest.fixture(scope="session")
