@@ -119,7 +119,7 @@ class _Episode:
         try:
             async with asyncio.timeout(self.agent.limits.env_timeout_s) as clock:
                 return await method(*arguments)
-        except (Exception, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
             _refuse_own_cancellation(error)
             if clock.expired():
                 reason = f"no answer within {self.agent.limits.env_timeout_s:g} s"
@@ -162,8 +162,10 @@ class _Episode:
         if self.env is None:
             return
         try:
-            await asyncio.wait_for(self.env.close(), CLOSE_TIMEOUT_S)
-        except Exception as error:  # the episode is over: what it gave stands
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.env.close()
+        except (Exception, asyncio.CancelledError, SystemExit) as error:  # the episode is over: what it gave stands
+            _refuse_own_cancellation(error)
             self.metrics.setdefault("error", f"close: {_told(error)}")
 
 

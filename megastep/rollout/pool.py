@@ -18,7 +18,7 @@ from megastep.types import Group, Trajectory
 
 
 class RolloutFailed(RuntimeError):
-    """Every episode of a batch failed; the message has the first one's reason."""
+    """Nothing to go on with, such as a batch in which every episode failed; the message has the first one's reason."""
 
 
 @dataclass
@@ -58,11 +58,15 @@ class Pool:
 
 def refuse_all_failed(groups: list[Group]) -> None:
     """One failure is a number among the metrics; when nothing else happened there is nothing to go on with."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    reasons = [t for t in trajectories if t.stop_reason in FAILED]
-    if trajectories and len(reasons) == len(trajectories):
-        first = reasons[0]
+    if all_failed(groups):
+        trajectories = [t for group in groups for t in group.trajectories]
+        first = trajectories[0]
         raise RolloutFailed(
             f"all {len(trajectories)} episodes failed; the first (group {first.group_id}, sample {first.index}) by "
             f"{first.stop_reason}: {first.env_metrics.get('error', 'no reason given')}"
         )
+
+
+def all_failed(groups: list[Group]) -> bool:
+    trajectories = [t for group in groups for t in group.trajectories]
+    return bool(trajectories) and all(t.stop_reason in FAILED for t in trajectories)

@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from megastep.rollout.data import Prompt, PromptStream
-from megastep.rollout.pool import Pool
+from megastep.rollout.pool import Pool, RolloutFailed, all_failed
 from megastep.types import Group, Trajectory
 
 
@@ -60,7 +60,7 @@ class Taken:
 
 
 class Interrupted(Exception):
-    """Of a `take` that would have had to wait; nothing was taken."""
+    """Of a `take` that would have had to wait; nothing was taken for this step, nor given up."""
 
 
 class GroupStream:
@@ -70,7 +70,8 @@ class GroupStream:
         self.max_age = math.ceil(ahead)
         self.drops = on_stale == "drop"
         self.step = 0
-        self._entries: dict[int, Entry] = {}  # outstanding, in the order in which they were drawn
+        self._entries: dict[int, Entry] = {}  # outstanding, the oldest first
+        self._taken: list[Entry] = []  # for the step that is being collected
         self._wanted = 0  # groups that `take` waits for
         self._speed = Speed()
         self._roots: set[asyncio.Task] = set()  # to be cancelled at the end, each once; they cancel what they began
@@ -81,9 +82,18 @@ class GroupStream:
         self._places = asyncio.Semaphore(self.pool.concurrency)
         self._error: BaseException | None = None
         self._interrupted = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
         self._thread.start()
         return self
+
+    def _run(self) -> None:
+        """Until the loop is stopped. SystemExit comes out of it, of a task that an environment began, say."""
+        while True:
+            try:
+                return self._loop.run_forever()
+            except BaseException as error:
+                self._error = RolloutFailed(f"an episode raised {error!r} in a task of its own")
+                self._changed.set()
 
     def __exit__(self, *_) -> None:
         asyncio.run_coroutine_threadsafe(self._drop_tasks(), self._loop).result()
@@ -101,11 +111,12 @@ class GroupStream:
 
     def take(self, step: int, count: int | None = None) -> Taken:
         """A batch for the training step after `step` others, in the order of the prompts; or `count` groups more for
-        the same step, which `interrupt` does not keep from coming."""
+        the same step."""
         return self.submit(self._take(step, count)).result()
 
     def interrupt(self) -> None:
-        """A `take` of a batch that waits, or would, raises Interrupted. May be called by a signal handler."""
+        """A `take` that waits, or would, raises Interrupted; what it had taken for the same step is outstanding again.
+        May be called by a signal handler."""
 
         def tell() -> None:
             self._interrupted = True
@@ -147,7 +158,9 @@ class GroupStream:
     async def _take(self, step: int, more: int | None) -> Taken:
         count = self.batch if more is None else more
         self.step, self._wanted = step, count
-        waited, dropped = 0, self._give_up_old()
+        if more is None:
+            self._taken = []  # what was taken before has been trained on
+        waited, given_up = 0, self._give_up_old()
         while True:
             if self._error is not None:
                 raise self._error
@@ -159,16 +172,19 @@ class GroupStream:
                 break
             if len(chosen) == count:
                 waited = max(waited, missing)
-            if self._interrupted and more is None:
+            if self._interrupted:
                 self._wanted = 0
+                back = [*self._taken, *given_up, *self._entries.values()]
+                self._entries = {entry.prompt.id: entry for entry in back}
                 raise Interrupted
             self._changed.clear()
             await self._changed.wait()
         self._wanted = 0
         for entry in chosen:
             del self._entries[entry.prompt.id]
+        self._taken += chosen
         self._begin()
-        return Taken([e.group for e in sorted(chosen, key=lambda e: e.prompt.id)], waited, dropped)
+        return Taken([e.group for e in sorted(chosen, key=lambda e: e.prompt.id)], waited, len(given_up))
 
     def _missing(self, chosen: list[Entry]) -> int:
         """How many groups that are not complete this batch has to wait for, so that every later one has a place for
@@ -183,14 +199,14 @@ class GroupStream:
         short = max(count(outstanding, k) - k * self.batch - count(chosen, k) for k in range(self.max_age + 1))
         return min(short, sum(entry.begun is not None and entry.group is None for entry in outstanding))
 
-    def _give_up_old(self) -> int:
+    def _give_up_old(self) -> list[Entry]:
         """Where training waits for groups there are none, unless a run goes on with less patience than it began."""
         old = [e for e in self._entries.values() if e.begun is not None and e.begun + self.max_age < self.step]
         for entry in old:
             if entry.task is not None:
                 entry.task.cancel()
             del self._entries[entry.prompt.id]
-        return len(old)
+        return old
 
     def _begin(self) -> None:
         """Prompts as far ahead as is allowed."""
@@ -221,16 +237,22 @@ class GroupStream:
             tokens = sampled_tokens([entry.group])
         except ExceptionGroup as errors:
             self._error = errors.exceptions[0]  # for whoever takes next
+        except asyncio.CancelledError:
+            if not asyncio.current_task().cancelling():  # by nobody here
+                self._error = RolloutFailed(f"an episode of prompt {entry.prompt.id} cancelled itself")
+            raise
         finally:
             self._speed.ends(tokens)
             self._changed.set()
 
     async def _state(self) -> StreamState:
+        """Groups of which every episode failed are played again: a run that such groups have ended could not go on
+        with them."""
         entries = self._entries.values()
-        ready = [entry for entry in entries if entry.group is not None]
+        ready = [entry for entry in entries if entry.group is not None and not all_failed([entry.group])]
         return StreamState(
             self.prompts.position(),
-            [entry.prompt.id for entry in entries if entry.group is None],
+            [entry.prompt.id for entry in entries if entry not in ready],
             [entry.group for entry in ready],
             [entry.begun for entry in ready],
         )

@@ -219,6 +219,10 @@ async def leaks():
     raise asyncio.CancelledError("of the tool's own client")
 
 
+async def exits():
+    raise SystemExit(2)
+
+
 def returns(value):
     async def answer():
         return value
@@ -233,7 +237,7 @@ GARBAGE = [None, "text", Outcome("text"), Outcome([{"role": "user"}]), Outcome(r
 @pytest.mark.parametrize(
     "behaviour, reason, error",
     [(raises, "env_error", "KeyError: 'no such table'"), (own_timeout, "env_error", "TimeoutError: the tool's own"),
-     (leaks, "env_error", "CancelledError: of the tool's own client"),
+     (leaks, "env_error", "CancelledError: of the tool's own client"), (exits, "env_error", "SystemExit: 2"),
      (hangs, "env_timeout", "no answer within 0.05 s")]
     + [(returns(garbage), "env_error", "EnvError: ") for garbage in GARBAGE],
 )
@@ -261,13 +265,14 @@ def test_an_observation_that_the_template_refuses():
     assert trajectory.stop_reason == "env_error" and "refuses messages" in trajectory.env_metrics["error"]
 
 
-def test_an_environment_that_cannot_close_keeps_its_trajectory():
+@pytest.mark.parametrize("error", [OSError("busy"), asyncio.CancelledError("busy"), SystemExit("busy")], ids=repr)
+def test_an_environment_that_cannot_close_keeps_its_trajectory(error):
     class Sticky(Talk):
         async def close(self):
-            raise OSError("busy")
+            raise error
 
     trajectory, _, _ = play(Sticky())
-    assert trajectory.stop_reason == "done" and trajectory.env_metrics["error"] == "close: OSError: busy"
+    assert trajectory.stop_reason == "done" and trajectory.env_metrics["error"] == f"close: {type(error).__name__}: busy"
 
 
 def test_an_engine_that_fails_marks_its_trajectory():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megastep.rollout.data import PromptStream
+from megastep.rollout.pool import RolloutFailed
 from megastep.rollout.stream import GroupStream, Interrupted
 from megastep.types import Step, Trajectory
 
@@ -64,7 +65,7 @@ def test_nothing_ahead_is_synchronous():
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_x6_an_interrupted_batch_is_not_taken_and_not_lost(ahead):
-    """A batch that is there is taken, and so are more groups for a step that has some; one to be waited for is not."""
+    """A batch that is there is taken; one to be waited for is not."""
     episodes = Episodes(lambda id, index: 0.001 if id < 2 * BATCH else 1.0)
     with make(episodes, steps=5, ahead=ahead) as stream:
         stream.take(0)
@@ -73,9 +74,60 @@ def test_x6_an_interrupted_batch_is_not_taken_and_not_lost(ahead):
         with pytest.raises(Interrupted):
             stream.take(2)
         state = stream.state()
-        assert len(stream.take(1, 1).groups) == 1  # one more for the same step
     assert taken == list(range(BATCH, 2 * BATCH))
     assert sorted(state.unfinished) == list(range(2 * BATCH, (3 + ahead) * BATCH)) and not state.ready
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_x6_what_a_step_had_before_it_was_interrupted_is_not_lost(ahead):
+    """Dynamic sampling asks for more groups; those it has are there again, not to be played twice, of their age."""
+    slow = BATCH * (1 + ahead)
+    episodes = Episodes(lambda id, index: 0.0 if id < slow else 1.0)
+    with make(episodes, steps=5, ahead=ahead) as stream:
+        first = stream.take(0)
+        stream.interrupt()
+        while ahead and len(stream.state().ready) < BATCH:
+            time.sleep(0.01)
+        more = [stream.take(0, BATCH)] if ahead else []
+        with pytest.raises(Interrupted):
+            stream.take(0, 2)
+        state = stream.state()
+    assert [g.id for g in state.ready] == [id for taken in (first, *more) for id in ids(taken)] == list(range(slow))
+    assert state.ready_begun == [0] * slow and min(state.unfinished) == slow
+    with make(Episodes(), steps=5, ahead=ahead) as stream:
+        stream.restore(0, state)
+        assert ids(stream.take(0)) == ids(first)
+
+
+def test_x6_groups_that_an_interrupted_step_gave_up_are_played_again():
+    episodes = Episodes(lambda id, index: 0.0 if id <= 2 * BATCH and id != 1 else None)
+    with make(episodes, steps=9, ahead=1, on_stale="drop") as stream:
+        stream.take(0)
+        stream.take(1)
+        stream.interrupt()
+        with pytest.raises(Interrupted):
+            stream.take(2)
+        assert 1 in stream.state().unfinished
+
+
+def test_x6_groups_that_failed_as_a_whole_are_played_again():
+    """Else a run that they have ended would end by them again, however often it is begun."""
+
+    class Broken(Episodes):
+        async def play(self, prompt, index):
+            self.began[prompt.id] = self.stream.step
+            return Trajectory(prompt.id, index, [], "env_error" if prompt.id > BATCH or index else "done")
+
+    with make(Broken(), steps=9, ahead=1) as stream:
+        stream.take(0)
+        time.sleep(0.1)
+        state = stream.state()
+    assert [g.id for g in state.ready] == [BATCH] and state.unfinished == list(range(BATCH + 1, 2 * BATCH))
+    episodes = Episodes()
+    with make(episodes, steps=9, ahead=1) as stream:
+        stream.restore(1, state)
+        assert ids(stream.take(1)) == list(range(BATCH, 2 * BATCH))
+        assert set(state.unfinished) <= set(episodes.began)
 
 
 @pytest.mark.parametrize("ahead", [0.5, 1, 2, 3.5])
@@ -198,6 +250,18 @@ def test_a_defect_in_an_episode_reaches_the_trainer():
 
     with make(Episodes(fail), steps=9, ahead=1) as stream, pytest.raises(ZeroDivisionError, match="a defect"):
         stream.take(0)
+
+
+@pytest.mark.parametrize("error, message", [(SystemExit(3), r"raised SystemExit\(3\)"),
+                                            (asyncio.CancelledError(), "of prompt . cancelled itself")])
+def test_what_is_no_exception_reaches_the_trainer_too(error, message):
+    """Nobody waits for ever for an episode that is gone; and the thread of the episodes can be ended."""
+
+    def fail(id, index):
+        raise error
+
+    with make(Episodes(fail), steps=9, ahead=1) as stream, pytest.raises(RolloutFailed, match=message):
+        stream.submit(stream._take(0, None)).result(timeout=20)
 
 
 def test_speed_counts_the_time_in_which_episodes_ran():
