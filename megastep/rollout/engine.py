@@ -8,6 +8,7 @@ vLLM and torch are imported when the actor starts, after the environment they re
 """
 
 import asyncio
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,21 @@ class Running:
     request_id: str | None = None  # vLLM's, once it has it
 
 
+def ends_without_core(method):
+    """An actor whose vLLM has died ends too, whatever it was asked: that is what others look for."""
+
+    @functools.wraps(method)
+    async def call(self, *arguments, **named):
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await method(self, *arguments, **named)
+        except EngineDeadError:
+            os._exit(1)
+
+    return call
+
+
 class Engine:
     """The methods are awaited one by one or together; the actor runs them in one event loop."""
 
@@ -65,26 +81,19 @@ class Engine:
         _forget_shared_memory_names()
         return os.getpid()
 
+    @ends_without_core
     async def check(self) -> None:
-        """Returns if the engine is well. An actor that has lost its engine ends, which is what others look for."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            await self.llm.check_health()
-        except EngineDeadError:
-            os._exit(1)
+        """Returns if the engine is well."""
+        await self.llm.check_health()
 
     # ------------------------------------------------------------ generation
 
+    @ends_without_core
     async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, name: str, routing_start: int) -> Generation:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         call = Running(runs=[[self.version, 0]])
         self.running.add(call)
         try:
             output = await self._answer(call, prompt_ids, _sampling_params(sampling, routing_start), name)
-        except EngineDeadError:
-            os._exit(1)
         except ValueError as error:  # vLLM's own class would make the caller import vLLM
             raise ValueError(str(error)) from None
         finally:
@@ -111,6 +120,7 @@ class Engine:
 
     # ------------------------------------------------------------ weights
 
+    @ends_without_core
     async def pause(self, finish_calls: bool = False) -> None:
         """Freeze the running calls, or let them finish, and forget all cached keys. New calls are taken and wait."""
         await self.llm.pause_generation(mode="wait" if finish_calls else "keep", clear_cache=True)
@@ -124,22 +134,27 @@ class Engine:
         for _ in range(2 + self.config.engine.max_sequences // 128):
             await asyncio.sleep(0)
 
+    @ends_without_core
     async def resume(self) -> None:
         await self.llm.resume_generation()
 
+    @ends_without_core
     async def init_weight_transfer(self, info: dict) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(info))
 
+    @ends_without_core
     async def start_weight_update(self) -> None:
         await self.llm.start_weight_update()
 
+    @ends_without_core
     async def update_weights(self, info: dict) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self.llm.update_weights(WeightTransferUpdateRequest(info))
 
+    @ends_without_core
     async def finish_weight_update(self, version: int) -> None:
         await self.llm.finish_weight_update(weight_version=str(version))
         self.version = version
@@ -148,17 +163,20 @@ class Engine:
             if tokens is not None and call.runs[-1][0] != version:
                 call.runs.append([version, tokens])
 
+    @ends_without_core
     async def received_checksums(self) -> list[dict[str, int]]:
         """Of the last push, one table per worker; empty without `sync.verify`."""
         return await self.llm.collective_rpc("received_checksums")
 
     # ------------------------------------------------------------ taking turns on a GPU
 
+    @ends_without_core
     async def sleep(self) -> None:
         """Give up a shared GPU's memory, weights included: a push comes before the next call. Running calls freeze."""
         if self.setup.gpu_ids is not None:
             await self.llm.sleep(level=2, mode="keep")
 
+    @ends_without_core
     async def wake(self, what: str) -> None:
         """`weights` before the push, `kv_cache` after it."""
         if self.setup.gpu_ids is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
 from torch import Tensor
 
 from megastep.architecture import Architecture
@@ -57,7 +57,7 @@ class Engines:
         for handle, reference in calls:
             try:
                 results.append(ray.get(reference, timeout=self.timeout_s))
-            except (RayActorError, GetTimeoutError) as error:
+            except (RayActorError, OutOfMemoryError, GetTimeoutError) as error:
                 if isinstance(error, GetTimeoutError):
                     ray.kill(handle)  # with half of its weights it must not serve
                 if handle in self.handles:

@@ -195,6 +195,20 @@ def test_an_engine_killed_in_mid_rollout(rollouts, models, tmp_path):
     assert all(g.versions.tolist() == [[version, 100]] for g in again)
 
 
+def test_an_engine_whose_vllm_has_died_is_lost_at_a_push(rollouts, models, tmp_path):
+    """Nobody has asked it anything since; the others get the weights, and it comes back with them."""
+    _policy(rollouts, models, tmp_path / "hf")
+    rollouts.on_ranks(shake, 5)
+    seat = rollouts.fleet.seats[1]
+    pid, (core,) = seat.pid, [line for line in alive(descendants(seat.pid)) if "EngineCore" in line]
+    os.kill(int(core.split()[0]), signal.SIGKILL)
+    time.sleep(0.1)
+    version = rollouts.cluster.sync()
+    wait_for(lambda: seat.serving and seat.pid != pid, 200)
+    answers = rollouts.ask(some_tokens(4))
+    assert all(g.versions.tolist() == [[version, 12]] for g in answers)
+
+
 def _policy(rollouts, models, folder):
     """The policy as it is in the model's folder, in the engines, and as transformers has it."""
     rollouts.lay(models("qwen3_moe")[0], dict(expert=2))
