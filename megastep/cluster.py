@@ -25,6 +25,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -38,6 +39,7 @@ from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
 from megastep.types import TrainingError
 
+RAY_STARTS = 3
 _DEATH_KNOWN_S = 30  # Ray asks a silent node five times, every three seconds, before it calls it dead
 
 
@@ -119,8 +121,7 @@ class Cluster:
         self._exits.callback(shutil.rmtree, folder, ignore_errors=True)
         self._exits.callback(ray.shutdown)
         with stopping.kept():
-            ray.init(
-                address="local",
+            start_ray(
                 num_cpus=len(os.sched_getaffinity(0)),
                 object_store_memory=settings.object_store_mb << 20,
                 include_dashboard=False,
@@ -216,6 +217,21 @@ class Cluster:
 
 
 # ---------------------------------------------------------------- room
+
+
+def start_ray(**given) -> None:
+    """One of our own. Ray gives its processes half a minute to start, which a busy machine may need more of."""
+    others = set(psutil.Process().children())
+    for _ in range(RAY_STARTS):
+        try:
+            ray.init(address="local", **given)
+            return
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+            for process in set(psutil.Process().children()) - others:
+                process.kill()
+    raise ClusterError(f"Ray did not start, {RAY_STARTS} times; the machine is too busy, or memory or disk are full")
 
 
 def refuse_dead_address(address: str) -> None:

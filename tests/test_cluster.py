@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megastep.cluster import ClusterError, node_by_node, refuse_dead_address, refuse_too_small
+from megastep.cluster import ClusterError, node_by_node, refuse_dead_address, refuse_too_small, start_ray
 from tests.models import some_tokens
 from tests.processes import alive, descendants, ray_folders, shared_memory_of, wait_for
 from tests.sync.test_transfer import greedy_with_transformers
@@ -33,6 +33,30 @@ def test_an_address_without_ray_is_told_at_once():
     with pytest.raises(ClusterError, match=r"cluster.address = 127.0.0.1:1: no Ray there \(Connection refused\)"):
         refuse_dead_address("127.0.0.1:1")
     refuse_dead_address("auto")
+
+
+@pytest.mark.parametrize("late", [2, 3])
+def test_a_ray_that_starts_too_slowly_is_started_again(late, monkeypatch):
+    """What it had started is ended first; the last time is the end."""
+    begun, others = [], subprocess.Popen(["sleep", "600"])
+
+    def init(address):
+        begun.append(subprocess.Popen(["sleep", "600"]))
+        if len(begun) <= late:
+            raise Exception("The current node timed out during startup. This could happen because")
+
+    monkeypatch.setattr("ray.init", init)
+    try:
+        if late == 3:
+            with pytest.raises(ClusterError, match="Ray did not start, 3 times"):
+                start_ray()
+        else:
+            start_ray()
+        assert len(begun) == 3 and [p.wait(5) for p in begun[:late]] == [-signal.SIGKILL] * late
+        assert [p.poll() for p in (*begun[late:], others)] == [None] * (4 - late)
+    finally:
+        for process in [others, *begun]:
+            process.kill()
 
 
 def scene(name: str, folder) -> subprocess.Popen:
