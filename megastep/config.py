@@ -90,7 +90,7 @@ class RolloutConfig:
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: all tokens
-    concurrency: int = 256  # episodes at a time
+    concurrency: int = 256  # episodes at a time; an evaluation beside training has as many of its own
     env_timeout_s: float = 60.0  # for one step of the environment
 
 
@@ -667,6 +667,9 @@ def _check_placement(config: Config, problems: _Problems) -> None:
     ahead = config.asynchronous.max_staleness
     problems.check(ahead <= 0 or 1 <= ahead * config.rollout.prompts < math.inf, "asynchronous.max_staleness", ahead,
                    f"must be 0, or enough for one of the {config.rollout.prompts} prompts of a batch")
+    uncorrected = config.loss.kind == "reinforce" and config.loss.old == "rollout"
+    problems.check(ahead == 0 or not uncorrected, "asynchronous.max_staleness", ahead,
+                   "loss.kind = reinforce has no ratio that would correct for older policies; needs loss.old = policy")
     problems.check(ahead == 0 or not config.cluster.colocate, "asynchronous.max_staleness", ahead,
                    "engines that share their GPUs with the policy cannot work while it does; needs "
                    "cluster.colocate=false")

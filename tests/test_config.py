@@ -49,6 +49,8 @@ def test_the_correction_follows_from_staleness():
     assert load(LOCAL).policy_loss.correction == "none"
     assert load(LOCAL, ["async.max_staleness=1"]).policy_loss.correction == "truncate"
     assert load(LOCAL, ["async.max_staleness=1", "loss.correction=mask"]).policy_loss.correction == "mask"
+    (line,) = problems("async.max_staleness=1", "loss.kind=reinforce", "loss.old=rollout")
+    assert line.startswith("async.max_staleness = 1.0: loss.kind = reinforce has no ratio that would correct")
 
 
 def test_shared_gpus_cannot_work_ahead():

@@ -37,7 +37,7 @@ MEANINGS = {
     "age/max": "the same, at most; never more than async.max_staleness, rounded up",
     "age/share_K": "share of trained tokens of that age",
     "async/waited": "groups that became due before they were complete, so that training waited for them",
-    "async/dropped": "groups that became too old to be trained on (async.on_stale: drop)",
+    "async/dropped": "groups that were given up, complete or not, because they had become too old (async.on_stale: drop)",
     "eval/step": "training steps behind the policy when the evaluation began; beside training, newer policies join in",
     # per model call
     "turn/count": "model calls of the batch",
@@ -76,7 +76,8 @@ MEANINGS = {
     "train/importance_mean": "correction for the engine's logprobs, mean over trained tokens (loss.correction)",
     "train/importance_cut_fraction": "share of trained tokens whose correction was truncated or masked",
     # do the engine and the trainer agree
-    "mismatch/kl": "KL between the engine's and the trainer's policy on the sampled tokens, by the k3 estimate",
+    "mismatch/kl": "KL between the engine's and the trainer's policy on the sampled tokens, by the k3 estimate; "
+    "asynchronous, these three include the updates since the tokens were sampled",
     "mismatch/mean_abs": "difference of the engine's and the trainer's logprob of a token, mean size",
     "mismatch/max_abs": "difference of the engine's and the trainer's logprob of a token, at most",
     "replay/agreement": "share of experts that the live routers would have chosen as well",
