@@ -223,8 +223,7 @@ class Loop:
             passed, gone = sift(fresh, self.config)
             kept += passed
             dropped += gone + old
-            counts.update({"async/waited": taken.waited,
-                           "async/dropped": taken.dropped + len(taken.groups) - len(fresh)})
+            counts.update({"async/waited": taken.waited, "async/dropped": taken.dropped})
             wanted = self.still_wanted(kept, played)
         every = self.config.run.rollouts_every
         if every and self.is_due(every):
@@ -246,12 +245,12 @@ class Loop:
 
     def evaluate(self) -> dict[str, float]:
         """What there is to say of held-out prompts now. Training waits for it where it must: synchronous, at the
-        beginning and at the end, and before the next evaluation."""
-        metrics, last = {}, self.step == self.config.train.steps
+        beginning and at the end (the last step has an evaluation of its own), and before the next evaluation."""
+        metrics, left = {}, self.config.train.steps - self.step
         if self.step == 0 or self.is_due(self.config.train.eval_every):
             metrics |= self.wait_for_evaluation()
             self.evaluation.begin(self.step)
-        if self.stream.ahead == 0 or self.step == 0 or last or self.evaluation.is_done():
+        if self.stream.ahead == 0 or self.step == 0 or left <= 1 or self.evaluation.is_done():
             metrics |= self.wait_for_evaluation()
         return metrics
 

@@ -237,34 +237,39 @@ def test_s5_s15_every_prompt_is_trained_once_and_counted_by_trajectory(ahead):
         assert row["turn/count"] == pytest.approx(256 * row["rollout/turns_mean"])
 
 
-KILLS = int(os.environ.get("MEGASTEP_KILLS", 2))
+def test_x5_s15_dynamic_sampling_works_ahead_of_training(quick, tmp_path):
+    """Prompts without a signal are replaced, also by groups that were begun ahead; none is played for two steps."""
+    given = (*SMALL, "rollout.concurrency=16", "async.max_staleness=1", "run.rollouts_every=1", "eval.prompts=1")
+    done = run(megastep("train", tmp_path, "both", *given, f"run.resume={quick[0]}/start/step_0"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows, played = read_metrics(tmp_path / "both")[1:], trained_ids(tmp_path / "both", 6)
+    assert len(set(played)) == len(played) == sum(row["rollout/prompts"] for row in rows) > 6 * 4
+    assert all(row["train/optimizer_steps"] == 2 and row["age/max"] <= 1 for row in rows)
+    assert max(row["age/max"] for row in rows) == 1 and sum(row["filter/dropped"] for row in rows) > 0
+
+
+KILLS = int(os.environ.get("MEGASTEP_KILLS", 3))
 
 
 @pytest.mark.timeout(1200 + 120 * KILLS)
 def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
-    """MEGASTEP_KILLS=20 for more of them: an engine, a rank or the driver, at random moments."""
+    """MEGASTEP_KILLS=20 for more of them: an engine, the driver or a rank, at random moments. A third of the latter two
+    happen while a run that goes on starts, loads and gets its groups back."""
     random, steps = Random(0), 4 + 4 * KILLS
     kinds = [("ray::Engine", "megastep train", "ray::PolicyRank")[i % 3] for i in range(KILLS)]
     given = (f"train.steps={steps}", "rollout.prompts=4", "rollout.samples=4", "train.mini_batch_prompts=4",
-             "async.max_staleness=1.5", "run.rollouts_every=1", "checkpoint.every_steps=1", "eval.prompts=2",
+             "async.max_staleness=1.5", "run.rollouts_every=1", "checkpoint.every_steps=2", "eval.prompts=2",
              "eval.samples=1", "policy.ranks=1", "policy.parallel.expert=1")
     folder, start = tmp_path / "killed", f"run.resume={quick[0]}/start/step_0"
     process = begin(megastep("train", tmp_path, "killed", *given, start))
     try:
         for kind in kinds:
-            seen = len(read_metrics(folder))
-            wait_for(lambda: len(read_metrics(folder)) > seen or process.poll() is not None, 300)
-            assert process.poll() is None, process.stderr.read()[-3000:]
-            time.sleep(3 * random.random())
-            family = descendants(process.pid)
-            (victim, *_) = [process.pid] if kind.startswith("megastep") else pids(family, kind)
-            os.kill(victim, signal.SIGKILL)
-            print(f"killed {kind} ({victim}) after step {len(read_metrics(folder)) - 1}", flush=True)
+            early = kind != "ray::Engine" and latest(folder / "checkpoints") is not None and random.random() < 1 / 3
+            strike(process, kind, folder, early, 3 * random.random())
             if kind == "ray::Engine":
                 continue  # the run goes on without it until it is back
-            process.wait(120)
-            wait_for(lambda: not left(family), 60)
-            process = begin(megastep("train", tmp_path, "killed", *given))
+            again = () if latest(folder / "checkpoints") else (start,)
+            process = begin(megastep("train", tmp_path, "killed", *given, *again))
         _, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors[-3000:]
     finally:
@@ -276,6 +281,24 @@ def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
     assert all(step.routing is not None for groups in ready for g in groups for t in g.trajectories for step in t.steps)
     assert [row["step"] for row in read_metrics(folder)] == list(range(steps + 1))
     assert max(row["age/max"] for row in read_metrics(folder)[1:]) in (1, 2)
+
+
+def strike(process, kind: str, folder, early: bool, delay_s: float) -> None:
+    """kill -9, some time after the next step, or, early, after there is something to kill. Waits until all is gone."""
+    seen = len(read_metrics(folder))
+
+    def victims() -> list[int]:
+        return [process.pid] if kind.startswith("megastep") else pids(descendants(process.pid), kind)
+
+    wait_for(lambda: process.poll() is not None or (early or len(read_metrics(folder)) > seen) and victims(), 300)
+    assert process.poll() is None, process.stderr.read()[-3000:]
+    time.sleep(5 * delay_s if early else delay_s)
+    family = descendants(process.pid)
+    os.kill(victims()[0], signal.SIGKILL)
+    print(f"killed {kind} {'early' if early else ''} after step {len(read_metrics(folder)) - 1}", flush=True)
+    if kind != "ray::Engine":
+        process.wait(120)
+        wait_for(lambda: not left(family), 60)
 
 
 def pids(family: set, name: str) -> list[int]:
