@@ -557,6 +557,7 @@ def _check_values(config: Config, problems: _Problems) -> None:
     for key in _FRACTIONS:
         problems.check(0 <= value_of(config, key) <= 1, key, value_of(config, key), "must lie in 0 to 1")
     _check_recomputation(config.policy, problems)
+    _check_offloading(config, problems)
     _check_loss(config.loss, problems)
     betas = config.optimizer.betas
     problems.check(len(betas) == 2 and all(0 <= b < 1 for b in betas), "optimizer.betas", betas,
@@ -600,6 +601,16 @@ def _check_recomputation(policy: PolicyConfig, problems: _Problems) -> None:
                    "cannot go with policy.recompute; choose one")
     problems.check(policy.offload_layers == 0 or policy.parallel.pipeline == 1, "policy.offload_layers",
                    policy.offload_layers, "Megatron offloads activations without pipeline parallelism only")
+
+
+def _check_offloading(config: Config, problems: _Problems) -> None:
+    fraction = config.optimizer.offload_fraction
+    if fraction == 0:
+        return
+    problems.need_cuda("optimizer.offload_fraction", fraction, "there is no GPU here to take it from; must be 0")
+    # Megatron-Core 0.16's hybrid optimizer looks for fp32 copies of fp32 weights when it loads, and there are none.
+    problems.check(config.policy.precision == "bf16", "optimizer.offload_fraction", fraction,
+                   "Megatron could not load its checkpoints; needs policy.precision=bf16")
 
 
 def _check_loss(loss: LossConfig, problems: _Problems) -> None:

@@ -331,7 +331,7 @@ def resident(worker: PolicyWorker) -> dict[str, int]:
                 state = [v for k, v in part.optimizer.state[param].items() if k != "step"]
                 # A master copy is one if it is not the weight itself.
                 own = param.dtype != worker._megatron.params_dtype
-                optimizer += sum(t.nbytes for t in state + [param] * own)
+                optimizer += sum(t.nbytes for t in state + [param] * own if t.device == param.device)
     return {"weights": sum(b.param_data.nbytes for b in buffers), "optimizer": optimizer,
             "gradients": sum(b.grad_data.nbytes for b in buffers)}
 

@@ -91,6 +91,8 @@ def test_shared_gpus_cannot_work_ahead():
         ("train.micro_batch_tokens=31", "train.micro_batch_tokens = 31: must hold the longest model call, 129 tokens"),
         ("policy.recompute=[full,moe]", "policy.recompute = ['full', 'moe']: full already covers everything"),
         ("policy.recompute=[all]", "policy.recompute = ['all']: must be a list of full, core_attn"),
+        ("optimizer.offload_fraction=0.5", "optimizer.offload_fraction = 0.5: there is no GPU here to take it from"),
+        ("optimizer.offload_fraction=1", "optimizer.offload_fraction = 1.0: Megatron could not load its checkpoints"),
         ("policy.offload_layers=-1", "policy.offload_layers = -1: must not be negative"),
         ("loss.kind=ppo", "loss.kind = ppo: must be one of ppo_clip, gspo, cispo, reinforce, nll"),
         ("loss.dual_clip=0.5", "loss.dual_clip = 0.5: must be more than 1"),

@@ -1,12 +1,16 @@
 """Megatron's distributed Adam and its learning-rate schedule.
 
-Megatron takes FusedAdam from Transformer Engine or apex where one is installed, torch's AdamW otherwise.
+Megatron takes FusedAdam from Transformer Engine or apex where one is installed, torch's AdamW otherwise. With
+`offload_fraction` a hybrid of both works: torch's AdamW on the CPU for that part of the parameters.
 """
+
+import gc
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megastep.config import OptimizerConfig
@@ -31,10 +35,15 @@ def build_optimizer(
             use_distributed_optimizer=True,
             optimizer_cpu_offload=config.offload_fraction > 0,
             optimizer_offload_fraction=config.offload_fraction,
+            # Else Megatron keeps an fp32 copy of all weights on the GPU beside the one of the hybrid optimizer, and
+            # that one cannot load a checkpoint.
+            use_precision_aware_optimizer=config.offload_fraction > 0,
         ),
         chunks,
     )
-    _allocate_torch_adam_state(optimizer)
+    if config.offload_fraction > 0:
+        gc.collect()  # a hybrid optimizer of whole weights, which Megatron makes first, is in a cycle of references
+    _allocate_adam_state(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -54,19 +63,18 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def _allocate_torch_adam_state(optimizer: MegatronOptimizer) -> None:
-    """What torch's AdamW would allocate at its first step, now.
+def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:
+    """What Adam would allocate at its first step, now.
 
     Megatron reads the state when it plans a checkpoint, also for loading one before the first step.
     """
     for part in optimizer.chained_optimizers:
-        adam = part.optimizer
-        if not isinstance(adam, torch.optim.AdamW):
-            continue
-        for group in adam.param_groups:
-            for param in group["params"]:
-                adam.state[param] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(param),
-                    "exp_avg_sq": torch.zeros_like(param),
-                }
+        hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
+        for adam in part.optimizer.sub_optimizers if hybrid else [part.optimizer]:
+            for group in adam.param_groups:
+                for param in group["params"]:
+                    adam.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+                    if isinstance(adam, torch.optim.AdamW):  # FusedAdam counts steps by group
+                        adam.state[param]["step"] = torch.tensor(0.0)
+        if hybrid:
+            part.optimizer._sync_sub_optimizers_state_to_hdo()

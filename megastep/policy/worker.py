@@ -231,10 +231,14 @@ class PolicyWorker:
     # ------------------------------------------------------------ taking turns on a GPU
 
     def rest(self) -> None:
-        """Only the weights stay on the device; gradients are given up, Adam's state waits in CPU memory."""
+        """The weights stay on the device; gradients are given up, Adam's state waits in CPU memory.
+
+        With `optimizer.offload_fraction` a part of Adam's state is there always, and the rest does not move: Megatron
+        would bring back all of it, and would tear the weights, which its hybrid optimizer works on, from their buffer.
+        """
         for chunk in self.chunks:
             chunk.offload_grad_buffers()
-        if self.config.optimizer.offload_fraction == 0:  # else it is there already, and Megatron would bring all back
+        if self.config.optimizer.offload_fraction == 0:
             self.optimizer.offload_to_cpu()
 
     def wake(self) -> None:

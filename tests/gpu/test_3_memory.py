@@ -1,4 +1,6 @@
-"""Expected: weights, gradients, optimizer as planned, to the byte; activations within 15% of the plan. Not run yet."""
+"""Expected: weights, gradients, optimizer as planned, to the byte; activations within 15% of the plan; of an optimizer
+in CPU memory nothing on the GPU. Not run yet.
+"""
 
 import pytest
 import torch
@@ -42,3 +44,22 @@ def test_x8_the_plan_is_what_a_gpu_holds(model, shape, recompute, models):
         parallel.stop()
     assert held == dict(weights=share.weights, gradients=share.gradients, optimizer=share.optimizer)
     assert activations == pytest.approx(stage.activations, rel=0.15), stage
+
+
+def test_x8_an_offloaded_optimizer_leaves_nothing_on_the_gpu(models):
+    from megastep.policy import parallel
+    from tests import cases, ranks
+
+    folder, _ = models("qwen3_yarn", **BIG)
+    settings = {"policy.precision": "bf16", "optimizer.offload_fraction": 1.0}
+    ranks.current = (0, 1, "127.0.0.1:29534")
+    before = torch.cuda.memory_allocated()
+    try:
+        worker, batches = cases.worker_and_batches(folder, {}, settings, TOKENS, micro_batches=1)
+        worker.update(batches)
+        held = cases.resident(worker)
+        # An fp32 copy of the weights would be as large as the gradients.
+        beside = torch.cuda.memory_allocated() - before - held["weights"] - held["gradients"]
+    finally:
+        parallel.stop()
+    assert held["optimizer"] == 0 and beside < held["gradients"] / 4
