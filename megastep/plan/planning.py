@@ -32,6 +32,7 @@ class Stage:
     number: int
     share: Share
     optimizer: int  # on the device
+    resting: int  # of it, while a colocated engine works
     kept: int  # activations of all micro-batches in flight
     in_flight: float  # micro-batches, as parts of this stage's layers
     in_layer: int  # gradients of the layer that backward is in, and what is computed again for it
@@ -58,10 +59,15 @@ class EngineShare:
     weights: int
     kv_room: int
     kv_per_token: int
+    context: int  # tokens of a call, at most
 
     @property
     def kv_tokens(self) -> int:
         return max(self.kv_room, 0) // self.kv_per_token
+
+    @property
+    def holds_a_call(self) -> bool:
+        return self.kv_tokens >= self.context
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,12 @@ class Plan:
 
     def rolling_out(self, stage: Stage) -> int:
         """The same while a colocated engine works."""
-        return int(stage.share.weights + RESERVE_GIB * GIB + self.engine.budget)
+        return int(stage.share.weights + stage.resting + RESERVE_GIB * GIB + self.engine.budget)
+
+    @property
+    def trains(self) -> bool:
+        """Whether training fits, whatever the engines need."""
+        return all(self.training(stage) <= self.gpu for stage in self.stages)
 
     def troubles(self) -> list[str]:
         """Why it does not fit, the worst first; nothing if it does."""
@@ -91,14 +102,18 @@ class Plan:
         for stage in self.stages:
             found.append((self.training(stage) - self.gpu, self._in_training(stage)))
             if self.config.cluster.colocate:
-                found.append((self.rolling_out(stage) - self.gpu, f"rollout on stage {stage.number + 1}: "
-                              f"engine.gpu_memory = {self.config.engine.gpu_memory} leaves no room for the weights"))
-        context = self.config.context_tokens(self.arch)
-        if self.engine.kv_tokens < context:
-            found.append((context * self.engine.kv_per_token - self.engine.kv_room,
-                          f"engine: keys and values of one call of {context} tokens have no room; raise "
+                found.append((self.rolling_out(stage) - self.gpu, self._in_rollout(stage)))
+        engine = self.engine
+        if not engine.holds_a_call:
+            found.append((engine.context * engine.kv_per_token - engine.kv_room,
+                          f"engine: keys and values of one call of {engine.context} tokens have no room; raise "
                           "engine.gpu_memory or engine.tensor"))
         return [f"{why}, {gib(over)} GiB too much" for over, why in sorted(found, reverse=True) if over > 0]
+
+    def _in_rollout(self, stage: Stage) -> str:
+        what = "the weights and the optimizer's part on the GPU" if stage.resting else "the weights"
+        share = self.config.engine.gpu_memory
+        return f"rollout on stage {stage.number + 1}: engine.gpu_memory = {share} leaves no room for {what}"
 
     def _in_training(self, stage: Stage) -> str:
         share = stage.share
@@ -109,7 +124,7 @@ class Plan:
 
     @property
     def left(self) -> int:
-        """Bytes that the fullest GPU has left."""
+        """Bytes that the policy's fullest GPU has left; engines on GPUs of their own take what they are told to."""
         used = [self.training(stage) for stage in self.stages]
         if self.config.cluster.colocate:
             used += [self.rolling_out(stage) for stage in self.stages]
@@ -119,8 +134,8 @@ class Plan:
 
     @property
     def micro_batches(self) -> int:
-        """Per rank and optimizer step, if every trajectory has all its tokens and shares none."""
-        return _micro_batches(self.config, self.trajectory_tokens)
+        """Per rank and optimizer step, if every trajectory has so many tokens and shares none."""
+        return micro_batches_per_rank(self.config, self.trajectory_tokens)
 
     @property
     def bubble(self) -> float:
@@ -154,26 +169,31 @@ def make_plan(config: Config, gpu_gib: float = H100_GIB, trajectory_tokens: int 
               known_shares: list[Share] | None = None) -> Plan:
     """trajectory_tokens: by default those of the longest model call. known_shares: of the same layout, if at hand."""
     arch = read_architecture(config.model.path)
-    tokens = trajectory_tokens or config.prompt_tokens(arch) + config.rollout.max_response_tokens
-    parameters = _parameters(arch)
-    found = known_shares or shares(config, arch)
-    count = _micro_batches(config, tokens)
+    longest = config.prompt_tokens(arch) + config.rollout.max_response_tokens
+    tokens = longest if trajectory_tokens is None else trajectory_tokens
+    found = shares(config, arch) if known_shares is None else known_shares
+    count = micro_batches_per_rank(config, tokens)
     stages = [stage_memory(config, arch, number, share, count) for number, share in enumerate(found)]
-    gpu = int(gpu_gib * GIB)
-    return Plan(config, arch, stages, _engine(config, arch, parameters, gpu), gpu, tokens, parameters)
+    return Plan(config, arch, stages, engine_share(config, gpu_gib), int(gpu_gib * GIB), tokens, parameters(arch))
 
 
 @functools.cache
-def _parameters(arch: Architecture) -> int:
+def parameters(arch: Architecture) -> int:
     return sum(torch.Size(shape).numel() for row in rows_of(arch).values() for _, shape in row.hf)
 
 
-def _micro_batches(config: Config, trajectory_tokens: int) -> int:
-    p = config.policy.parallel
-    tokens = config.mini_batch_prompts * config.rollout.samples * trajectory_tokens
-    count = max(-(-tokens // (config.data_ranks * config.budget_tokens)), 1)
+def micro_batches_per_rank(config: Config, trajectory_tokens: int) -> int:
+    """Per rank. A prompt's trajectories are cut into runs that fit a micro-batch, and what is left over of prompts is
+    put together (samples/packing.py). One that is longer than the budget is cut too: it has several calls."""
+    p, prompts, samples = config.policy.parallel, config.mini_batch_prompts, config.rollout.samples
+    together = config.budget_tokens // trajectory_tokens  # trajectories of a micro-batch
+    if together == 0:
+        count = -(-prompts * samples * trajectory_tokens // config.budget_tokens)
+    else:
+        full, over = divmod(samples, together)
+        count = prompts * full + (-(-prompts // (together // over)) if over else 0)
     rounds_of = p.pipeline if p.virtual > 1 else 1
-    return -(-count // rounds_of) * rounds_of
+    return -(-count // (config.data_ranks * rounds_of)) * rounds_of
 
 
 # ---------------------------------------------------------------- one rank
@@ -185,24 +205,33 @@ def stage_memory(config: Config, arch: Architecture, number: int, share: Share, 
     size, tokens = PRECISIONS[policy.precision].itemsize, config.train.micro_batch_tokens
     layers = [Layer(arch, policy.parallel, first + i, size, cuda)
               for first, count in zip(share.first_layer, share.layers) for i in range(count)]
-    offloaded = policy.offload_layers
     flight = in_flight(policy.parallel.pipeline, policy.parallel.virtual, number, micro_batches)
-    kept = sum(layer.kept(policy.recompute) for layer in layers[: len(layers) - offloaded]) * tokens * flight
+    of_layers = [layer.kept(policy.recompute) * tokens * flight for layer in layers]
+    stay = len(layers) - policy.offload_layers
     in_layer = max(layer.again(policy.recompute) + layer.gradients for layer in layers) * tokens + share.largest_weight
     one_layer = max(sum(layer.parts.values()) for layer in layers) * tokens
     fraction, has_reference = config.optimizer.offload_fraction, config.loss.kl > 0
-    rests = share.optimizer if config.cluster.colocate else int(share.optimizer * fraction)
     return Stage(
         number=number,
         share=share,
         optimizer=int(share.optimizer * (1 - fraction)),
-        kept=int(kept),
+        resting=int(share.optimizer * (1 - fraction)) if fraction > 0 else 0,
+        kept=int(sum(of_layers[:stay])),
         in_flight=flight,
         in_layer=int(in_layer),
         in_head=head(arch, policy.parallel, tokens, policy.head_rows, size) if share.has_head else 0,
         reference=int(share.weights + one_layer) if has_reference else 0,
-        host=rests + (share.weights if has_reference else 0),
+        host=int(_optimizer_on_host(config, share) + sum(of_layers[stay:]) + share.weights * has_reference),
     )
+
+
+def _optimizer_on_host(config: Config, share: Share) -> float:
+    """Bytes in CPU memory: what waits there while a colocated engine works, or the part that lives there. Beside its
+    weights and moments, 12 bytes, that part has its gradients there, at the least another 4: torch rounds pinned
+    memory up to powers of two."""
+    if config.optimizer.offload_fraction > 0:
+        return share.owned * 16 * config.optimizer.offload_fraction
+    return share.optimizer if config.cluster.colocate else 0
 
 
 def in_flight(pipeline: int, virtual: int, stage: int, micro_batches: int) -> float:
@@ -214,14 +243,16 @@ def in_flight(pipeline: int, virtual: int, stage: int, micro_batches: int) -> fl
     return min(chunks, micro_batches * virtual) / virtual
 
 
-def _engine(config: Config, arch: Architecture, parameters: int, gpu: int) -> EngineShare:
+def engine_share(config: Config, gpu_gib: float) -> EngineShare:
+    arch = read_architecture(config.model.path)
     size, tensor = PRECISIONS[config.policy.precision].itemsize, config.engine.tensor
-    weights = parameters * size // tensor
-    budget = int(config.engine.gpu_memory * gpu)
+    weights = parameters(arch) * size // tensor
+    budget = int(config.engine.gpu_memory * gpu_gib * GIB)
     kv_heads = max(arch.kv_heads // tensor, 1)
     return EngineShare(
         budget=budget,
         weights=weights,
         kv_room=int(budget - weights - ENGINE_WORK_GIB * GIB),
         kv_per_token=2 * arch.layers * kv_heads * arch.head_dim * size,
+        context=config.context_tokens(arch),
     )

@@ -31,9 +31,10 @@ class Share:
     has_embedding: bool
     has_head: bool
     parameters: int
+    owned: int  # of them by the optimizer of one rank: the largest part of any data-parallel rank
     weights: int  # bytes, as all below
     gradients: int
-    optimizer: int  # the largest part of any data-parallel rank
+    optimizer: int
     largest_weight: int  # of its layers; the gradient exists once more while it is computed
 
 
@@ -78,6 +79,7 @@ def _share(config: Config, arch: Architecture, rank: int, world: int) -> Share:
         has_embedding=has_embedding,
         has_head=has_head,
         parameters=sum(p.elements for p in params),
+        owned=owned,
         weights=elements * size,
         gradients=elements * 4,
         optimizer=owned * (12 if size == 2 else 8),  # fp32 weights are their own master copy

@@ -68,21 +68,21 @@ def _column(plan: Plan, stage: Stage) -> dict[str, str]:
 
 
 def _engine(plan: Plan) -> list[str]:
-    engine, context = plan.engine, plan.config.context_tokens(plan.arch)
-    calls = engine.kv_tokens / context
+    engine = plan.engine
+    calls = engine.kv_tokens / engine.context
     return [
         f"engine, GiB per GPU: {gib(engine.budget)} (engine.gpu_memory = {plan.config.engine.gpu_memory}), weights "
         f"{gib(engine.weights)}, work {ENGINE_WORK_GIB:g}, keys and values {gib(max(engine.kv_room, 0))}: "
-        f"{engine.kv_tokens} tokens, {calls:.1f} calls of {context}"
+        f"{engine.kv_tokens} tokens, {calls:.1f} calls of {engine.context}"
     ]
 
 
 def _batch(plan: Plan) -> list[str]:
-    config = plan.config
+    rollout = plan.config.rollout
     lines = [
-        f"a batch, at most: {config.rollout.prompts} prompts × {config.rollout.samples} trajectories × "
-        f"{plan.trajectory_tokens} tokens = {plan.batch_tokens / 1e6:.1f}e6 tokens",
-        f"an update: {plan.micro_batches} micro-batches per rank, pipeline bubble {plan.bubble:.0%}",
+        f"a batch, if a trajectory has {plan.trajectory_tokens} tokens and shares none: {rollout.prompts} prompts × "
+        f"{rollout.samples} trajectories = {plan.batch_tokens / 1e6:.1f}e6 tokens",
+        f"an update of it: {plan.micro_batches} micro-batches per rank, pipeline bubble {plan.bubble:.0%}",
         f"a push of weights: {gib(plan.sync_bytes)} GiB into each engine",
     ]
     return lines + ([f"experts of a batch: {gib(plan.route_bytes)} GiB"] if plan.route_bytes else [])
@@ -92,4 +92,4 @@ def _verdict(plan: Plan) -> list[str]:
     troubles = plan.troubles()
     if troubles:
         return ["does not fit:", *(f"  {line}" for line in troubles)]
-    return [f"fits: the fullest GPU has {gib(plan.left)} GiB left, beside {RESERVE_GIB:g} in reserve"]
+    return [f"fits: the policy's fullest GPU has {gib(plan.left)} GiB left, beside {RESERVE_GIB:g} in reserve"]
