@@ -6,6 +6,7 @@ line each), 75 stopped by SIGTERM with all kept that a next run needs, 130 inter
 
 import argparse
 import errno
+import math
 import os
 import shutil
 import sys
@@ -58,8 +59,9 @@ def _parser() -> argparse.ArgumentParser:
                "tell whether a config fits on its GPUs",
                "Memory of every kind of GPU, micro-batches, pipeline bubble and traffic, from CONFIG and the model's "
                "config.json alone; no GPU is needed. Exit code 1: it does not fit.")
-    plan.add_argument("--gpu-gib", metavar="N", type=float, help="memory of a GPU (default: 79.6, an H100)")
-    plan.add_argument("--trajectory-tokens", metavar="N", type=int,
+    plan.add_argument("--gpu-gib", metavar="N", type=_positive(float),
+                      help="memory of a GPU (default: 79.6, an H100)")
+    plan.add_argument("--trajectory-tokens", metavar="N", type=_positive(int),
                       help="tokens of a trajectory (default: those of the longest model call)")
     plan.add_argument("--suggest", action="store_true", help="find the nearest config that fits")
     view = add("view", _view, "view runs/NAME", "write the report of a run",
@@ -67,6 +69,22 @@ def _parser() -> argparse.ArgumentParser:
                config=False)
     view.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run directory, such as runs/NAME")
     return parser
+
+
+def _positive(kind: type) -> Callable[[str], float]:
+    """An argument's type: a finite number above 0."""
+
+    def read(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = math.nan
+        if not 0 < number < math.inf:
+            whole = "whole " if kind is int else ""
+            raise argparse.ArgumentTypeError(f"{text}: a {whole}number above 0 is needed")
+        return number
+
+    return read
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -137,7 +155,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _setting(key: str, value: object) -> str:
-    return f"{key}=[{','.join(map(str, value))}]" if isinstance(value, list) else f"{key}={value}"
+    """As it can be given back on the command line."""
+    if isinstance(value, list):
+        return f"{key}=[{','.join(map(str, value))}]"
+    return f"{key}={'null' if value is None else value}"
 
 
 def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> int:

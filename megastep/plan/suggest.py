@@ -1,62 +1,102 @@
 """The nearest config that fits: the fewest and smallest changes to what the user wrote."""
 
-import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from megastep.architecture import Architecture, read_architecture
 from megastep.config import Config, validate, value_of
-from megastep.plan.planning import Plan, make_plan
+from megastep.plan.planning import GIB, RESERVE_GIB, Plan, engine_share, make_plan, parameters
 from megastep.plan.shares import Share, shares
+from megastep.policy.model import PRECISIONS
 
 Change = dict[str, object]  # values by key
-SIZES = (1, 2, 4, 8, 16, 32)  # tensor parallelism stays inside a node, of eight GPUs
+SIZES = (1, 2, 4, 8, 16, 32)
+IN_A_NODE = (1, 2, 4, 8)  # GPUs: where tensor parallelism stays
 
 
 def suggest(config: Config, gpu_gib: float, trajectory_tokens: int | None) -> tuple[Change, Plan] | None:
     """What to change, and the plan then; None: nothing that is tried fits, four times the GPUs included."""
     arch = read_architecture(config.model.path)
+    engines = _engines(config, gpu_gib)
+    of_policy = [(_cost(config, change), change) for change in _of_policy(config, arch)] if engines else []
     known: dict[str, list[Share]] = {}  # of each layout
-    valid: dict[str, bool] = {}  # of each layout and budget: nothing else that is changed can make a config invalid
-    for change in sorted(_changes(config, arch), key=lambda change: _cost(config, change)):
-        changed = _with(config, change)
-        layout = f"{changed.policy.parallel} {changed.policy.ranks}"
-        key = f"{layout} {changed.train.micro_batch_tokens}"
-        if key not in valid:
-            valid[key] = not validate(changed, has_cuda=True)
-        if not valid[key]:
+    trains: dict[int, bool] = {}  # whether it is valid, and training fits, by index in of_policy
+    candidates = [(cost + engine_cost, i, engine) for i, (cost, _) in enumerate(of_policy)
+                  for engine_cost, engine in engines]
+    for _, i, engine in sorted(candidates, key=lambda candidate: candidate[0]):
+        if not trains.get(i, True):
             continue
+        change = of_policy[i][1] | engine
+        changed = _with(config, change)
+        if i not in trains and (validate(changed, has_cuda=True) or _least(changed, arch) > gpu_gib):
+            trains[i] = False
+            continue
+        layout = f"{changed.policy.parallel} {changed.policy.ranks}"
         if layout not in known:
             known[layout] = shares(changed, arch)
         plan = make_plan(changed, gpu_gib, trajectory_tokens, known[layout])
         if not plan.troubles():
             return change, plan
+        trains[i] = plan.trains
     return None
 
 
-def _changes(config: Config, arch: Architecture) -> Iterator[Change]:
-    """Every combination of the settings that memory depends on."""
-    experts = SIZES if arch.experts else (1,)
+def _engines(config: Config, gpu_gib: float) -> list[tuple[float, Change]]:
+    """Engines on as many GPUs as now that have room for a call: for each share of a GPU the nearest."""
+    engine = config.engine
+    gpus = engine.count * engine.tensor
+    found: dict[float, tuple[float, Change]] = {}
+    for share, tensor in product({engine.gpu_memory, 0.5, 0.7, 0.8, 0.9}, sorted({*IN_A_NODE, engine.tensor})):
+        if gpus % tensor:
+            continue
+        change = _differing(config, {"engine.tensor": tensor, "engine.count": gpus // tensor,
+                                     "engine.gpu_memory": share})
+        changed, cost = _with(config, change), _cost(config, change)
+        beside = RESERVE_GIB if config.cluster.colocate else 0.0
+        if share * gpu_gib + beside > gpu_gib or validate(changed, has_cuda=True):
+            continue
+        if engine_share(changed, gpu_gib).holds_a_call and (share not in found or cost < found[share][0]):
+            found[share] = cost, change
+    return list(found.values())
+
+
+def _least(config: Config, arch: Architecture) -> float:
+    """GiB of weights and gradients, the reserve included, that no stage can be below on average: the model's exact
+    share takes a second to find out."""
+    p = config.policy.parallel
+    bytes_each = PRECISIONS[config.policy.precision].itemsize + 4
+    return parameters(arch) * bytes_each / (p.tensor * p.pipeline * p.expert) / GIB + RESERVE_GIB
+
+
+def _of_policy(config: Config, arch: Architecture) -> Iterator[Change]:
+    """Every combination of the policy's settings that memory depends on."""
+    p = config.policy.parallel
     budgets = [config.train.micro_batch_tokens // n for n in (1, 2, 4)]
-    recompute = [config.policy.recompute, ["full"]]
-    offload = [config.optimizer.offload_fraction, 1.0]
-    shares_of_gpu = [config.engine.gpu_memory, 0.5, 0.7, 0.8, 0.9]
-    for times, tensor, pipeline, expert in product((1, 2, 4), SIZES[:4], SIZES[:5], experts):
-        layout = _layout(config, arch, config.policy.ranks * times, tensor, pipeline, expert)
-        for budget, again, fraction, share in product(budgets, recompute, offload, shares_of_gpu):
+    recompute = [config.policy.recompute] + [["full"]] * (config.policy.recompute != ["full"])
+    offload = {config.optimizer.offload_fraction, 1.0}
+    tensors, pipelines = sorted({*IN_A_NODE, p.tensor}), sorted({*SIZES[:5], p.pipeline})
+    experts = sorted({*SIZES, p.expert}) if arch.experts else [1]
+    for times, tensor, pipeline, expert in product((1, 2, 4), tensors, pipelines, experts):
+        ranks = config.policy.ranks * times
+        if ranks % (tensor * pipeline) or ranks % (expert * pipeline):
+            continue  # most of them; what else can be wrong is left to validate()
+        layout = _layout(config, arch, ranks, tensor, pipeline, expert)
+        for budget, again, fraction in product(budgets, recompute, offload):
             yield _differing(config, layout | {
-                "train.micro_batch_tokens": budget, "policy.recompute": again, "engine.gpu_memory": share,
-                "optimizer.offload_fraction": fraction,
+                "train.micro_batch_tokens": budget, "policy.recompute": again, "optimizer.offload_fraction": fraction,
             })
 
 
 def _layout(config: Config, arch: Architecture, ranks: int, tensor: int, pipeline: int, expert: int) -> Change:
     p = config.policy.parallel
-    even = arch.layers % (pipeline * p.virtual) == 0
-    stages = p.layers_per_stage if pipeline == p.pipeline else None if even else uneven(arch.layers, pipeline)
+    chunks = pipeline * p.virtual
+    layers = p.layers_per_stage
+    if pipeline != p.pipeline:
+        layers = None if arch.layers % chunks == 0 else uneven(arch.layers, chunks)
     return {"policy.ranks": ranks, "policy.parallel.tensor": tensor, "policy.parallel.pipeline": pipeline,
-            "policy.parallel.expert": expert, "policy.parallel.layers_per_stage": stages}
+            "policy.parallel.expert": expert, "policy.parallel.layers_per_stage": layers}
 
 
 def uneven(layers: int, stages: int) -> list[int]:
@@ -74,7 +114,7 @@ def _cost(config: Config, change: Change) -> float:
     """Doublings of the layout, and what the others cost in speed."""
     cost = 0.0
     for key, value in change.items():
-        if key in ("policy.parallel.tensor", "policy.parallel.pipeline", "policy.parallel.expert"):
+        if key in ("policy.parallel.tensor", "policy.parallel.pipeline", "policy.parallel.expert", "engine.tensor"):
             cost += abs(math.log2(value / value_of(config, key)))
         elif key == "train.micro_batch_tokens":
             cost += 0.7 * math.log2(value_of(config, key) / value)
@@ -85,10 +125,10 @@ def _cost(config: Config, change: Change) -> float:
     return cost
 
 
-def _with(config: Config, change: Change) -> Config:
-    changed = copy.deepcopy(config)
-    for key, value in change.items():
-        section, _, name = key.rpartition(".")
-        setattr(value_of(changed, section), name, value)
-    return changed
-
+def _with(config, change: Change):
+    """The config, or a section of it, with these values; what does not change is shared with the original."""
+    own = {key: value for key, value in change.items() if "." not in key}
+    for section in {key.partition(".")[0] for key in change if "." in key}:
+        of_section = {key.partition(".")[2]: value for key, value in change.items() if key.startswith(f"{section}.")}
+        own[section] = _with(getattr(config, section), of_section)
+    return replace(config, **own)
