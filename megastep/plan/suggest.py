@@ -63,11 +63,12 @@ def _engines(config: Config, gpu_gib: float) -> list[tuple[float, Change]]:
 
 
 def _least(config: Config, arch: Architecture) -> float:
-    """GiB of weights and gradients, the reserve included, that no stage can be below on average: the model's exact
-    share takes a second to find out."""
-    p = config.policy.parallel
-    bytes_each = PRECISIONS[config.policy.precision].itemsize + 4
-    return parameters(arch) * bytes_each / (p.tensor * p.pipeline * p.expert) / GIB + RESERVE_GIB
+    """GiB that the fullest stage cannot be below: weights and gradients split by all that can split them, the optimizer
+    by all ranks, and the reserve. The exact shares of a layout take a second to find out."""
+    p, size = config.policy.parallel, PRECISIONS[config.policy.precision].itemsize
+    state = (12 if size == 2 else 8) * (1 - config.optimizer.offload_fraction)
+    each = (size + 4) / (p.tensor * p.pipeline * p.expert) + state / config.policy.ranks
+    return parameters(arch) * each / GIB + RESERVE_GIB
 
 
 def _of_policy(config: Config, arch: Architecture) -> Iterator[Change]:

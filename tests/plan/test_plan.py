@@ -12,7 +12,7 @@ from megastep.config import Config, ParallelConfig, load
 from megastep.plan.activations import Layer
 from megastep.plan.planning import GIB, in_flight, make_plan, micro_batches_per_rank, stage_memory
 from megastep.plan.shares import shares
-from megastep.plan.suggest import suggest, uneven
+from megastep.plan.suggest import _layout, suggest, uneven
 from megastep.samples import lay_out
 from megastep.types import Sample
 from tests import cases
@@ -173,6 +173,13 @@ def test_x8_engines_that_do_not_fit_get_more_gpus_each():
 def test_x8_uneven_stages_have_fewer_layers_at_the_ends():
     assert uneven(94, 8) == [11, 12, 12, 12, 12, 12, 12, 11]
     assert uneven(48, 5) == [9, 10, 10, 10, 9] and uneven(7, 2) == [3, 4]
+
+
+def test_x8_virtual_stages_are_split_too():
+    config = big()
+    config.policy.parallel.virtual = 2
+    layers = _layout(config, plain(num_hidden_layers=94), 16, tensor=1, pipeline=4, expert=1)
+    assert layers["policy.parallel.layers_per_stage"] == [11, 12, 12, 12, 12, 12, 12, 11]
 
 
 @pytest.mark.parametrize("change, trouble", [
