@@ -80,8 +80,8 @@ def _positive(kind: type) -> Callable[[str], float]:
         except ValueError:
             number = math.nan
         if not 0 < number < math.inf:
-            whole = "whole " if kind is int else ""
-            raise argparse.ArgumentTypeError(f"{text}: a {whole}number above 0 is needed")
+            sort = "whole" if kind is int else "finite"
+            raise argparse.ArgumentTypeError(f"{text}: a {sort} number above 0 is needed")
         return number
 
     return read
