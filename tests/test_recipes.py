@@ -1,4 +1,5 @@
-"""S17: what the recipes' pages say can be typed: their configs load, and so do their commands' settings."""
+"""S17: what the recipes' pages say can be typed: their configs load, and so do their commands' settings. D5: so do
+those of the pages about clusters."""
 
 import re
 import shlex
@@ -12,6 +13,7 @@ from megastep.config import load
 PAGES = sorted(page for page in Path("configs/recipes").glob("*.md") if page.stem != "h100")
 H100 = sorted(Path("configs/h100").glob("qwen*.yaml"))
 SHAPE = "configs/models/qwen3-30b-a3b"  # of the model that the pages name
+ON_CLUSTERS = ("README.md", "configs/recipes/h100.md", "launch/clusters.md")
 
 
 def test_every_recipe_has_a_page():
@@ -46,7 +48,20 @@ def test_columns_of_a_page(page):
     assert columns == list(find_env(page.stem).columns)
 
 
-# ---------------------------------------------------------------- H100 nodes
+# ---------------------------------------------------------------- clusters and H100 nodes
+
+
+@pytest.mark.parametrize("page", ON_CLUSTERS)
+def test_d5_settings_of_commands_for_clusters_are_not_refused(page):
+    """With the shape of the model in place of its weights, which are not here."""
+    lines = Path(page).read_text().replace("\\\n", "").splitlines()
+    found = [re.search(r"^\$ .*\b(?:megastep train|launch/slurm\.sbatch|launch/ray_job\.sh) (.+)", line) for line in lines]
+    commands = [line[1].split() for line in found if line]
+    assert commands
+    for config, *rest in commands:
+        overrides = [word for word in rest if "=" in word]  # a remark may follow
+        models = [Path(word).name.lower() for word in overrides if word.startswith("model.path=")]
+        load(config, [*overrides, *(f"model.path=configs/models/{model}" for model in models)], has_cuda=True)
 
 
 def test_d5_there_are_recipes_for_these_models_colocated_and_apart():
