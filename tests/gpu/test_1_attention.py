@@ -1,4 +1,4 @@
-"""Expected: FlexAttention's outputs and gradients within 2e-2 of the dense mask in bf16. Not run yet."""
+"""Expected: FlexAttention's outputs within 2e-2 of the dense mask in bf16, gradients within 5e-2. Not run yet."""
 
 import pytest
 import torch
