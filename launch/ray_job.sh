@@ -24,7 +24,7 @@ variables:
   MEGASTEP_ROOT             the project's folder on the nodes; default: the one of this script
   MEGASTEP_BIN              the folder of python and megastep on the nodes; default: .venv/bin of MEGASTEP_ROOT
   MEGASTEP_DRIVER_CPUS      CPUs to reserve for the loop and the environments, on any node; default: none, on the head
-  HF_*, NCCL_*, OMP_NUM_THREADS, WANDB_*
+  CUDA_DEVICE_MAX_CONNECTIONS, GLOO_*, HF_*, NCCL_*, OMP_NUM_THREADS, PYTORCH_*, TORCH_*, WANDB_*
                             are passed on to all processes of the job. Whoever may look at the job can read them:
                             let the nodes have a WANDB_API_KEY of their own where that matters
 
@@ -104,7 +104,8 @@ for job in jobs:
                  f"--follow {job.submission_id}; to end it: .venv/bin/ray job stop {job.submission_id}")
 
 used = {job.submission_id for job in jobs}
-passed_on = ("HF_", "NCCL_", "OMP_NUM_THREADS", "WANDB_", "RAY_JOB_STOP_WAIT_TIME_S")
+passed_on = ("CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_", "HF_", "NCCL_", "OMP_NUM_THREADS", "PYTORCH_", "TORCH_", "WANDB_",
+             "RAY_JOB_STOP_WAIT_TIME_S")
 print(next(job for n in itertools.count(1) if (job := f"{os.path.basename(run)}-{n}") not in used))
 print(json.dumps({"run": run}))
 print(json.dumps({

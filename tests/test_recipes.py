@@ -55,8 +55,8 @@ def test_columns_of_a_page(page):
 def test_d5_settings_of_commands_for_clusters_are_not_refused(page):
     """With the shape of the model in place of its weights, which are not here."""
     lines = Path(page).read_text().replace("\\\n", "").splitlines()
-    found = [re.search(r"^\$ .*\b(?:megastep train|launch/slurm\.sbatch|launch/ray_job\.sh) (.+)", line) for line in lines]
-    commands = [line[1].split() for line in found if line]
+    trains = re.compile(r"^\$ .*\b(?:megastep train|launch/slurm\.sbatch|launch/ray_job\.sh) (.+)")
+    commands = [found[1].split() for line in lines if (found := trains.search(line))]
     assert commands
     for config, *rest in commands:
         overrides = [word for word in rest if "=" in word]  # a remark may follow

@@ -24,6 +24,10 @@ SMALL = (
     "run.wandb=offline", "policy.ranks=1", "policy.parallel.expert=1", "warm_start.trajectories=0", "rollout.prompts=2",
     "rollout.samples=2", "train.mini_batch_prompts=2", "eval.prompts=2", "eval.samples=1", "optimizer.warmup_steps=0",
 )
+PASSED_ON = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +82,7 @@ def is_clean(cluster) -> bool:
 @pytest.fixture(scope="module")
 def stopped(cluster, project):
     """Ctrl-C in the middle of training; checkpoints are not due by themselves."""
-    process = submit([*SMALL, "train.steps=1000"], environment(cluster, project, OMP_NUM_THREADS="1"))
+    process = submit([*SMALL, "train.steps=1000"], environment(cluster, project, **PASSED_ON))
     folder = project / "runs" / "local"
     try:
         wait_for(lambda: len(read_metrics(folder)) >= 3 or process.poll() is not None, 200)
@@ -110,7 +114,7 @@ def test_d5_the_job_has_its_environment(cluster, project, stopped):
     described = cluster.get("/api/jobs/local-1")
     runtime = described["runtime_env"]
     assert runtime["working_dir"] == f"local://{project}" and described["metadata"]["run"] == str(stopped[0])
-    assert runtime["env_vars"]["OMP_NUM_THREADS"] == "1" and runtime["env_vars"]["WANDB_MODE"] == "offline"
+    assert runtime["env_vars"].items() >= (PASSED_ON | {"WANDB_MODE": "offline"}).items()
     assert runtime["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "600"
 
 
@@ -178,8 +182,11 @@ def test_d5_a_cluster_that_wants_a_token_says_so(cluster):
 
 def test_d5_help_explains_every_variable():
     done = run(["--help"], without_ray())
-    used = set(re.findall(r"\b(?:MEGASTEP|RAY)_[A-Z_]+", Path(SCRIPT).read_text().partition("USAGE\n}")[2]))
-    assert done.returncode == 0 and len(used) > 5 and not [name for name in used if name not in done.stdout]
+    after = Path(SCRIPT).read_text().partition("USAGE\n}")[2]
+    used = set(re.findall(r"\b(?:MEGASTEP|RAY)_[A-Z_]+", after))
+    passed_on = set(re.findall(r'"([A-Z_]+)"', re.search(r"\npassed_on = \(([^)]*)\)", after)[1]))
+    assert done.returncode == 0 and len(used) > 5 and len(passed_on) > 5
+    assert not [name for name in used | passed_on if not re.search(rf"\b{name}", done.stdout)]
 
 
 # ---------------------------------------------------------------- Kubernetes
@@ -224,6 +231,12 @@ def test_d5_every_path_of_the_manifest_is_on_the_volume(manifest):
         assert all(path.startswith("/data/") for path in paths)
         gpus = container["resources"]["limits"].get("nvidia.com/gpu", "0")
         assert gpus == group["rayStartParams"]["num-gpus"]
+
+
+def test_d5_ranks_of_the_manifest_meet_over_one_network(manifest):
+    (container,) = manifest[1]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    given = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert given["NCCL_SOCKET_IFNAME"] == given["GLOO_SOCKET_IFNAME"]
 
 
 def test_d5_a_job_of_the_manifest_has_time_for_its_checkpoint(manifest):
