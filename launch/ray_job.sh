@@ -9,8 +9,8 @@ usage: launch/ray_job.sh CONFIG [key=value ...]
 
 Submits `megastep train CONFIG key=value ...` to a running Ray cluster and follows it to its end. Ctrl-C or SIGTERM
 stops the job: it writes a checkpoint, and the same command goes on from there. So does the same command after a
-failure, because the run has the name of CONFIG unless run.name=NAME is given here. A lost connection or a closed
-terminal leave the job running; the same command then says which job that is.
+failure, because the run has the name of CONFIG unless run.name=NAME is given here, or in a CONFIG that can be checked
+here too. A lost connection or a closed terminal leave the job running; the same command then says which job that is.
 
 The job runs in the project's folder, not in a copy: all nodes must have it at the same path, on a file system that
 they share if there are several. Paths in CONFIG and of CONFIG itself are relative to that folder, run.dir too.
@@ -75,6 +75,18 @@ for given in "$@"; do
     run.dir=*) folder="${given#*=}" ;;
     esac
 done
+# CONFIG may say it too. If this machine does not have it, or not its model, only the nodes can tell.
+folder_and_name() {
+    cd "$MEGASTEP_ROOT" && "$python" - "$config" "$name" "$@" <<'PYTHON'
+import sys
+from megastep.config import load
+
+config, name, *overrides = sys.argv[1:]
+run = load(config, overrides, has_cuda=True).run
+print(run.dir, run.name or name, sep="\n")
+PYTHON
+}
+if said="$(folder_and_name "$@" 2>/dev/null)"; then { read -r folder && read -r name; } <<<"$said"; fi
 [[ "$folder" == /* ]] || folder="$MEGASTEP_ROOT/$folder"
 
 # ---------------------------------------------------------------- the job's name and environment

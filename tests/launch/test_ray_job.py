@@ -153,6 +153,14 @@ def test_d5_a_mistake_in_the_config_is_a_line_in_the_log_and_the_exit_code(clust
     assert done.stdout.endswith("\nerror: train.stepz: unknown key; did you mean train.steps?\n")
 
 
+def test_d5_a_run_that_the_config_names_is_told(cluster, project):
+    """Of a job that ends soon: training itself refuses this filter."""
+    (project / "mine.yaml").write_text(f"base: {ROOT}/{LOCAL}\nrun: {{dir: results, name: named}}\n")
+    done = run(["mine.yaml", "filters.over_long=cut"], environment(cluster, project))
+    assert f"ray_job: job named-1 at {cluster.dashboard}; its run is {project}/results/named\n" in done.stderr
+    assert done.returncode == 2 and "error: filters.over_long = cut: must be one of" in done.stdout
+
+
 def test_d5_a_folder_that_the_nodes_do_not_have_is_told(cluster):
     done = run([LOCAL, "run.name=nowhere"], environment(cluster, "/nowhere"))
     assert done.returncode == 1 and "'/nowhere', which must already exist on every node" in done.stdout + done.stderr
