@@ -3,7 +3,7 @@
     python launch/slurm_train.py CONFIG [key=value ...]
 
 It is the same process all the way, whose number is in $MEGASTEP_LOGS/train.pid, for SIGTERM. Exit code 2: a mistake in
-the config; 1: nodes that did not come.
+the config or a variable; 1: nodes that did not come.
 """
 
 import os
@@ -20,6 +20,11 @@ POLL_S = 0.5
 def main(config: str, *overrides: str) -> int:
     logs = Path(os.environ["MEGASTEP_LOGS"])
     (logs / "train.pid").write_text(str(os.getpid()))
+    seconds = os.environ.get("MEGASTEP_NODES_TIMEOUT_S", "300")
+    try:
+        timeout_s = float(seconds)
+    except ValueError:
+        return refuse([f"MEGASTEP_NODES_TIMEOUT_S = {seconds}: must be a number, of seconds"], exit_code=2)
     try:
         given = load(config, list(overrides)).run.name
     except ConfigError as error:
@@ -28,7 +33,6 @@ def main(config: str, *overrides: str) -> int:
     name = given or f"{Path(config).stem}-{os.environ['SLURM_JOB_ID']}"
     (logs / "run.name").write_text(name)
 
-    timeout_s = float(os.environ.get("MEGASTEP_NODES_TIMEOUT_S", 300))
     hosts = os.environ["MEGASTEP_HOSTS"].split()
     missing = await_nodes(hosts, os.environ["RAY_ADDRESS"], timeout_s)
     if missing:

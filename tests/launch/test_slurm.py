@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from megastep.policy.manifest import latest
 from megastep.ports import free_port
 from megastep.report import read_metrics
 from tests import processes
-from tests.launch.slurm_cluster import PATIENCE_S, Job, commands, two_nodes
+from tests.launch.slurm_cluster import PATIENCE_S, ROOT, Job, commands, two_nodes
 from tests.processes import alive
 
 pytestmark = pytest.mark.timeout(900)  # whole runs, on a machine that may be busy
@@ -31,6 +32,7 @@ TINY = (
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     with two_nodes(tmp_path_factory.mktemp("slurm")) as cluster:
+        (cluster.folder / "root").symlink_to(ROOT)
         yield cluster
 
 
@@ -134,7 +136,10 @@ def test_d5_nothing_of_a_job_is_left(requeued):
         ((), {}, "slurm.sbatch: error: no CONFIG; sbatch --nodes=2 launch/slurm.sbatch CONFIG [key=value ...]"),
         ((CONFIG,), {"MEGASTEP_BIN": "/nowhere"}, "error: /nowhere/megastep: no such program; set MEGASTEP_BIN"),
         ((CONFIG,), {"MEGASTEP_ROOT": "/nowhere"}, "slurm.sbatch: error: /nowhere: not the project's root; submit"),
-        ((CONFIG, "train.stepz=1"), {}, "error: train.stepz: unknown key; did you mean train.steps?"),
+        ((CONFIG,), {"MEGASTEP_NODES_TIMEOUT_S": "soon"}, "error: MEGASTEP_NODES_TIMEOUT_S = soon: must be a number"),
+        # A relative root, and its own .venv: what is wrong then is the setting alone.
+        ((CONFIG, "train.stepz=1"), {"MEGASTEP_ROOT": "root", "MEGASTEP_BIN": ""},
+         "error: train.stepz: unknown key; did you mean train.steps?"),
     ],
 )
 def test_d5_mistakes_are_a_line_and_exit_code_2(arguments, variables, message, cluster):
@@ -173,6 +178,7 @@ def test_d5_a_node_whose_ray_dies_ends_the_job(cluster):
     os.kill(raylet, signal.SIGKILL)
     assert job.wait()["ExitCode"] == "1:0"
     assert f"error: Ray has ended on n2; what it said is in {job.logs}" in job.output()
+    assert f"slurm.sbatch: failed; to go on: sbatch --nodes=2 launch/slurm.sbatch {CONFIG} " in job.output()
     assert "Ray ended by itself, with exit code 1" in job.log(1)
     assert_nothing_is_left(job, family)
 
@@ -180,20 +186,34 @@ def test_d5_a_node_whose_ray_dies_ends_the_job(cluster):
 # ---------------------------------------------------------------- jobs that are stopped
 
 
+def test_d5_slurm_tells_a_job_ten_minutes_before_its_time_limit(cluster, setup_file):
+    """By the line in the script. With eleven minutes in all it is due in the first, between 30 and 60 seconds: Slurm
+    looks twice a minute, and tells a job that would be late the next time."""
+    job = cluster.submit(CONFIG, *TINY, options=("--time=11",), MEGASTEP_SETUP=setup_file(NO_RAY_ON.format("n*")))
+    wait_for(lambda: job.is_in("RUNNING"))
+    processes.wait_for(lambda: "training is asked to stop and to write a checkpoint" in job.output(), 120)
+    job.wait("PENDING")
+    assert f"job {job.id} is requeued and goes on from its last checkpoint" in job.output()
+    job.cancel()
+    assert job.wait()["JobState"] == "CANCELLED"
+
+
 def test_d5_a_second_signal_ends_training_that_does_not_stop(cluster, setup_file):
     """And a job that may not be requeued says how to go on."""
     setup = setup_file(NO_RAY_ON.format("n*") + "if [[ $1 == python ]]; then trap '' TERM; fi\n")
-    job = cluster.submit(CONFIG, *TINY, options=("--no-requeue",), MEGASTEP_SETUP=setup)
+    given = (CONFIG, *TINY, "run.dir=runs of mine")
+    job = cluster.submit(*given, options=("--no-requeue",), MEGASTEP_SETUP=setup)
     wait_for((job.logs / "run.name").exists)
     family = job.family()
-    job.signal("USR1")
+    job.signal("TERM")
     wait_for(lambda: "training is asked to stop" in job.output())
     with pytest.raises(TimeoutError):
         processes.wait_for(lambda: not job.is_in("RUNNING"), 2)
     job.signal("USR1")
     assert job.wait()["ExitCode"] == "75:0"
-    command = f"sbatch --nodes=2 launch/slurm.sbatch {CONFIG} {' '.join(TINY)} run.name=chase-{job.id}"
-    assert job.output().endswith(f"slurm.sbatch: stopped; to go on: {command}\n")
+    command = job.output().splitlines()[-1].removeprefix("slurm.sbatch: stopped; to go on: ")
+    assert shlex.split(command) == ["sbatch", "--nodes=2", "launch/slurm.sbatch", *given, f"run.name=chase-{job.id}"]
+    assert f" {' '.join(given[:-1])} " in command  # what needs no quotes has none
     assert_nothing_is_left(job, family)
 
 
