@@ -294,7 +294,7 @@ def strike(process, kind: str, folder, early: bool, delay_s: float) -> None:
     assert process.poll() is None, process.stderr.read()[-3000:]
     time.sleep(5 * delay_s if early else delay_s)
     family = descendants(process.pid)
-    os.kill(victims()[0], signal.SIGKILL)
+    os.kill(min(victims()), signal.SIGKILL)  # not a process that a rank has forked to write a checkpoint
     print(f"killed {kind} {'early' if early else ''} after step {len(read_metrics(folder)) - 1}", flush=True)
     if kind != "ray::Engine":
         process.wait(120)
