@@ -13,8 +13,10 @@ are reported by file and line. Rows are held in memory.
 """
 
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -159,7 +161,7 @@ class PromptStream:
 
     def __init__(self, rows: list[dict[str, Any]], seed: int, shuffle: bool = True):
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
-        self.seek({"epoch": 0, "index": 0})
+        self._go_to(0, 0)
 
     def take(self, count: int) -> list[Prompt]:
         return [self._next() for _ in range(count)]
@@ -170,11 +172,26 @@ class PromptStream:
         return Prompt(id, self.rows[self._order(epoch)[index]])
 
     def position(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "index": self.index}
+        return {"epoch": self.epoch, "index": self.index} | self._identity
 
     def seek(self, position: dict[str, int]) -> None:
-        self.epoch, self.index = position["epoch"], position["index"]
-        self.order = self._order(self.epoch)
+        """Refuses a position among other rows: the number of a prompt would stand for another one there."""
+        other = [f"{name} {position.get(name)}, not {ours}" for name, ours in self._identity.items()
+                 if position.get(name) != ours]
+        if other:
+            raise DataError([f"data.train: is not what the checkpoint was trained on ({'; '.join(other)}); to train its "
+                             "weights on other prompts, export them and begin a run with model.path"])
+        self._go_to(position["epoch"], position["index"])
+
+    @cached_property
+    def _identity(self) -> dict[str, int]:
+        """Of the prompts and their order, by a sample of the rows."""
+        shown = self.rows[:: max(len(self.rows) // 1000, 1)]
+        checksum = zlib.crc32(json.dumps(shown, default=str).encode())
+        return {"rows": len(self.rows), "checksum": checksum, "seed": self.seed, "shuffle": int(self.shuffle)}
+
+    def _go_to(self, epoch: int, index: int) -> None:
+        self.epoch, self.index, self.order = epoch, index, self._order(epoch)
 
     def _order(self, epoch: int) -> np.ndarray:
         shuffled = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
@@ -182,7 +199,7 @@ class PromptStream:
 
     def _next(self) -> Prompt:
         if self.index == len(self.rows):
-            self.seek({"epoch": self.epoch + 1, "index": 0})
+            self._go_to(self.epoch + 1, 0)
         prompt = Prompt(self.epoch * len(self.rows) + self.index, self.rows[self.order[self.index]])
         self.index += 1
         return prompt

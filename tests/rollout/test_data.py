@@ -105,5 +105,21 @@ def test_x6_a_stream_goes_on_where_it_stopped():
         assert resumed.take(34 - stop) == whole[stop:]
 
 
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (PromptStream(ROWS[:4], seed=5), "rows 10, not 4; checksum"),
+        (PromptStream([*ROWS[:-1], {"secret": 99}], seed=5), "checksum"),
+        (PromptStream(ROWS, seed=6), "seed 5, not 6"),
+        (PromptStream(ROWS, seed=5, shuffle=False), "shuffle 1, not 0"),
+    ],
+)
+def test_x6_a_stream_does_not_go_on_among_other_rows(other, message):
+    stream = PromptStream(ROWS, seed=5)
+    stream.take(7)
+    with pytest.raises(DataError, match=f"data.train: is not what the checkpoint was trained on .{message}"):
+        other.seek(stream.position())
+
+
 def test_an_unshuffled_stream_keeps_the_order():
     assert [p.row for p in PromptStream(ROWS, seed=5, shuffle=False).take(12)] == ROWS + ROWS[:2]
