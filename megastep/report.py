@@ -30,7 +30,9 @@ class MetricsLog:
     def __init__(self, folder: Path, from_step: int, wandb_mode: str, config: dict, tensorboard: bool = False):
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(folder) if row["step"] <= from_step]
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        beside = self.path.with_suffix(".partial")  # a kill leaves the old file or the new one
+        beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(beside, self.path)
         self.wandb = _start_wandb(folder, wandb_mode, config)
         self.tensorboard = _start_tensorboard(folder, from_step) if tensorboard else None
 
