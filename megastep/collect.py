@@ -65,7 +65,7 @@ def _checkpoint(config: Config) -> Path | None:
     """The checkpoint whose weights are asked for; None: those of `model.path`, which are there, or random ones."""
     found = None
     if config.run.name is not None or config.run.resume not in ("auto", "never"):
-        found = where_to_resume(config, Path(config.run.dir) / str(config.run.name))
+        found = where_to_resume(config, Path(config.run.dir) / str(config.run.name), config.run.resume)
         if found is None and config.run.name is not None:
             raise CheckpointError(f"run.name = {config.run.name}: there is no checkpoint in {config.run.dir}")
     if found is None:

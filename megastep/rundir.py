@@ -4,11 +4,13 @@
               metrics.jsonl   a line per step; step 0 is before the first
               log.txt         what Ray's actors, vLLM and Megatron say
               start/step_0/   the policy after the warm start, which is also the reference of the KL
+              origin.json     of a run that began with the checkpoint of another: which, and the other's reference
               checkpoints/step_N/
               rollouts/step_N.safetensors     with run.rollouts_every
               wandb/
 """
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,8 @@ from megastep.policy.loop_state import LoopState
 from megastep.policy.manifest import CheckpointError, latest, read_manifest, refuse_other_model
 from megastep.sync.convert import refuse_other_shape, rows_of
 from megastep.sync.hf_files import HFReader
+
+_ORIGIN = "origin.json"
 
 
 class RunError(RuntimeError):
@@ -34,17 +38,28 @@ class Run:
     @classmethod
     def find(cls, config: Config, name: str) -> "Run":
         folder = Path(config.run.dir) / (config.run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        checkpoint = where_to_resume(config, folder)
+        resume, origin = config.run.resume, Origin.read(folder)
+        if origin is not None and Path(resume).resolve() == origin.checkpoint:
+            resume = "auto"  # the same command goes on with what it began
+        checkpoint = where_to_resume(config, folder, resume)
         if checkpoint is None:
             refuse_unfit_weights(config)
         state = LoopState.read(checkpoint) if checkpoint else LoopState(step=0)
         refuse_newer(folder, state.step)
-        return cls(folder, checkpoint, state)
+        run = cls(folder, checkpoint, state)
+        reference = run.reference() if config.loss.kl > 0 and state.step > 0 else None
+        if reference is not None:
+            read_manifest(reference)  # refuses one that is gone
+        return run
 
     def create(self, config: Config) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.yaml").write_text(to_yaml(config))
+            if self.comes_from_another:
+                Origin(self.checkpoint, self.reference()).write(self.folder)
+            elif self.checkpoint is None:
+                (self.folder / _ORIGIN).unlink(missing_ok=True)
         except OSError as error:
             raise RunError(f"{self.folder}: cannot be written ({error.strerror})") from None
 
@@ -65,15 +80,40 @@ class Run:
     def start(self) -> Path:
         return self.folder / "start"
 
-    def origin(self) -> Path | None:
-        """Where the run that the checkpoint belongs to began."""
-        found = self.checkpoint.parent.parent / "start" / "step_0" if self.checkpoint else None
-        return found if found is not None and found.is_dir() else None
+    @property
+    def comes_from_another(self) -> bool:
+        return self.checkpoint is not None and _run_of(self.checkpoint) != self.folder.resolve()
+
+    def reference(self) -> Path | None:
+        """The policy with which the run that the checkpoint belongs to began; None: the weights of `model`."""
+        folder = _run_of(self.checkpoint)
+        start, origin = folder / "start" / "step_0", Origin.read(folder)
+        return origin.reference if origin and origin.reference else start if start.is_dir() else None
 
     def rollouts(self, step: int) -> Path:
         folder = self.folder / "rollouts"
         folder.mkdir(exist_ok=True)
         return folder / f"step_{step}.safetensors"
+
+
+@dataclass
+class Origin:
+    checkpoint: Path
+    reference: Path | None
+
+    def write(self, folder: Path) -> None:
+        paths = {name: path and str(path.resolve()) for name, path in vars(self).items()}
+        (folder / _ORIGIN).write_text(json.dumps(paths))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Origin | None":
+        if not (folder / _ORIGIN).is_file():
+            return None
+        return cls(**{name: path and Path(path) for name, path in json.loads((folder / _ORIGIN).read_text()).items()})
+
+
+def _run_of(checkpoint: Path) -> Path:
+    return checkpoint.resolve().parent.parent
 
 
 def refuse_newer(folder: Path, step: int) -> None:
@@ -84,13 +124,14 @@ def refuse_newer(folder: Path, step: int) -> None:
                               "run.name, or run.resume=auto to go on from it")
 
 
-def where_to_resume(config: Config, folder: Path) -> Path | None:
+def where_to_resume(config: Config, folder: Path, resume: str) -> Path | None:
     """The checkpoint to start from, checked."""
-    if config.run.resume == "never":
+    if resume == "never":
         return None
-    found = Path(config.run.resume)
-    if config.run.resume == "auto":
-        found = latest(folder / "checkpoints") or latest(folder / "start")
+    found = Path(resume)
+    if resume == "auto":
+        origin = Origin.read(folder)
+        found = latest(folder / "checkpoints") or latest(folder / "start") or (origin and origin.checkpoint)
     if found is not None:
         ours = read_architecture(config.model.path).hf
         refuse_other_model(found, read_manifest(found)["model"], ours)

@@ -48,6 +48,8 @@ def train(config: Config, name: str) -> Path:
     task = Task.load(config)
     task.eval_prompts()  # refuses a data set without held-out rows now, not after the start
     run = Run.find(config, name)
+    if run.state.step > 0 and run.state.position:
+        task.stream().seek(run.state.position)  # refuses other rows
     if run.state.step >= config.train.steps:
         print(f"{run.folder}: has its {run.state.step} steps already; raise train.steps to go on")
         return run.folder
@@ -114,9 +116,9 @@ def load_policy(run: Run, learner: Learner) -> None:
     if run.checkpoint is None:
         return
     begins = run.state.step == 0
-    origin = run.checkpoint if begins else run.origin() if learner.config.loss.kl > 0 else None
-    if origin is not None:
-        learner.policy.call("load", origin)
+    reference = run.checkpoint if begins else run.reference() if learner.config.loss.kl > 0 else None
+    if reference is not None:
+        learner.policy.call("load", reference)
         learner.begin()
     if not begins:
         learner.policy.call("load", run.checkpoint)
@@ -157,6 +159,7 @@ class Loop:
             self.step -= 1
             return
         self.cluster.to_policy()
+        self.seal()
         metrics |= self.learner.learn(groups)
         with self.clock("time/sync_s"):
             metrics["rollout/version"] = self.sync()
@@ -199,7 +202,7 @@ class Loop:
         if demonstrations:
             with self.line.stage("warm start", self.config.warm_start.optimizer_steps) as on_step:
                 metrics |= self.learner.warm_start(demonstrations, on_step)
-        if demonstrations or self.run_.checkpoint is not None:
+        if demonstrations or self.run_.comes_from_another:
             self.save(self.run_.start)
         self.sync()
         self.log.write(0, metrics | self.evaluate())
@@ -216,7 +219,7 @@ class Loop:
         wanted = self.config.rollout.prompts
         while wanted:
             with self.clock("time/rollout_s"):
-                taken = self.stream.take(self.step - 1, wanted if played else None)
+                taken = self.stream.take(self.step - 1, wanted if played else None, meanwhile=self.seal)
             played += taken.groups
             refuse_all_failed(played)
             fresh, old = self.ages.refuse_old(taken.groups, self.stream.max_age)
@@ -269,6 +272,11 @@ class Loop:
         state = LoopState(self.step, **vars(outstanding), pushed=self.ages.pushed, evaluates=self.evaluation.is_running)
         self.cluster.policy.call("save", root, state)
         self.saved = self.step
+
+    def seal(self) -> None:
+        """A checkpoint that was written in the background is one from now on, not when the next is written."""
+        if self.config.checkpoint.asynchronous:
+            self.cluster.policy.call("seal_written")
 
     def is_due(self, every: int) -> bool:
         """After the last step, and every so many."""

@@ -1,5 +1,8 @@
 """What test ranks run. Each function builds its policy under the layout it is given."""
 
+import time
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -106,7 +109,10 @@ def save_then_go_on(folder, layout: dict, root, before: int, after: int, precisi
         next_token_step(worker)
     worker.save(root, LoopState(worker.step))
     metrics = [next_token_step(worker) for _ in range(after)]
-    worker.finish_saving()
+    deadline = time.monotonic() + 60
+    while not (Path(root) / f"step_{before}").exists() and time.monotonic() < deadline:
+        worker.seal_written()  # as the loop does: no other save, nor the end of the run, is needed
+        time.sleep(0.05)
     return metrics
 
 

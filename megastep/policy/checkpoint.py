@@ -82,6 +82,11 @@ class Saver:
         self._queue = AsyncCallsQueue()
         self._queue.schedule_async_request(request)
 
+    def seal_written(self) -> None:
+        """A save in the background whose files all ranks have written counts from now on. Nothing is waited for."""
+        if self._queue is not None and self._queue.maybe_finalize_async_calls(blocking=False):
+            self.finish()
+
     def finish(self) -> None:
         """Wait for what is being written."""
         if self._queue is not None:

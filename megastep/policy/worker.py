@@ -254,6 +254,9 @@ class PolicyWorker:
         settings = self.config.checkpoint
         self._saver.save(root, self, loop, keep=settings.keep, in_background=settings.asynchronous)
 
+    def seal_written(self) -> None:
+        self._saver.seal_written()
+
     def finish_saving(self) -> None:
         self._saver.finish()
 

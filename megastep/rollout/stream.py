@@ -23,13 +23,15 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from megastep.rollout.data import Prompt, PromptStream
 from megastep.rollout.pool import Pool, RolloutFailed, all_failed
 from megastep.types import Group, Trajectory
+
+MEANWHILE_S = 5.0
 
 
 @dataclass(eq=False)
@@ -71,7 +73,7 @@ class GroupStream:
         self.drops = on_stale == "drop"
         self.step = 0
         self._entries: dict[int, Entry] = {}  # outstanding, the oldest first
-        self._taken: list[Entry] = []  # for the step that is being collected
+        self._gone: list[Entry] = []  # taken, or given up, for the step that is being collected
         self._wanted = 0  # groups that `take` waits for
         self._speed = Speed()
         self._roots: set[asyncio.Task] = set()  # to be cancelled at the end, each once; they cancel what they began
@@ -109,14 +111,17 @@ class GroupStream:
 
     # ------------------------------------------------------------ for the trainer's thread
 
-    def take(self, step: int, count: int | None = None) -> Taken:
+    def take(self, step: int, count: int | None = None, meanwhile: Callable[[], None] = lambda: None) -> Taken:
         """A batch for the training step after `step` others, in the order of the prompts; or `count` groups more for
-        the same step."""
-        return self.submit(self._take(step, count)).result()
+        the same step. `meanwhile` is called every few seconds of waiting."""
+        taken = self.submit(self._take(step, count))
+        while not wait([taken], MEANWHILE_S).done:
+            meanwhile()
+        return taken.result()
 
     def interrupt(self) -> None:
-        """A `take` that waits, or would, raises Interrupted; what it had taken for the same step is outstanding again.
-        May be called by a signal handler."""
+        """A `take` that waits, or would, raises Interrupted; what was taken or given up for the same step is outstanding
+        again. May be called by a signal handler."""
 
         def tell() -> None:
             self._interrupted = True
@@ -159,8 +164,9 @@ class GroupStream:
         count = self.batch if more is None else more
         self.step, self._wanted = step, count
         if more is None:
-            self._taken = []  # what was taken before has been trained on
+            self._gone = []  # what was taken before has been trained on
         waited, given_up = 0, self._give_up_old()
+        self._gone += given_up
         while True:
             if self._error is not None:
                 raise self._error
@@ -174,15 +180,15 @@ class GroupStream:
                 waited = max(waited, missing)
             if self._interrupted:
                 self._wanted = 0
-                back = [*self._taken, *given_up, *self._entries.values()]
-                self._entries = {entry.prompt.id: entry for entry in back}
+                self._entries = {entry.prompt.id: entry for entry in [*self._gone, *self._entries.values()]}
+                self._gone = []
                 raise Interrupted
             self._changed.clear()
             await self._changed.wait()
         self._wanted = 0
         for entry in chosen:
             del self._entries[entry.prompt.id]
-        self._taken += chosen
+        self._gone += chosen
         self._begin()
         return Taken([e.group for e in sorted(chosen, key=lambda e: e.prompt.id)], waited, len(given_up))
 

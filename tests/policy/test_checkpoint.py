@@ -49,7 +49,8 @@ def test_bf16_keeps_its_master_weights(ranks, models, tmp_path):
 
 
 def test_asynchronous_save_holds_the_step_it_was_asked_at(ranks, models, tmp_path):
-    """Training goes on while the files are written; they must not see its updates."""
+    """Training goes on while the files are written; they must not see its updates. The checkpoint is one as soon as
+    the loop asks after they were."""
     folder, _ = models("qwen3_moe")
     expected = ranks(2).run(
         cases.save_then_go_on, folder=folder, layout=EP2, root=tmp_path, before=3, after=3, asynchronous=True

@@ -110,6 +110,21 @@ def test_x6_groups_that_an_interrupted_step_gave_up_are_played_again():
         assert 1 in stream.state().unfinished
 
 
+def test_x6_also_if_the_step_was_interrupted_when_it_asked_for_more():
+    """Dynamic sampling: what the first of its batches gave up is not counted anywhere, so it must be there again."""
+    episodes = Episodes(lambda id, index: 0.0 if id <= 3 * BATCH and id != 1 else None)
+    with make(episodes, steps=9, ahead=1, on_stale="drop") as stream:
+        stream.take(0)
+        stream.take(1)
+        assert stream.take(2).dropped == 1
+        stream.interrupt()
+        with pytest.raises(Interrupted):
+            stream.take(2, BATCH)
+        state = stream.state()
+        assert 1 in state.unfinished
+        assert {g.id for g in state.ready} | set(state.unfinished) == set(range(1 + 2 * BATCH, 5 * BATCH + 1)) | {1}
+
+
 def test_x6_groups_that_failed_as_a_whole_are_played_again():
     """Else a run that they have ended would end by them again, however often it is begun."""
 
