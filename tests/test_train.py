@@ -239,10 +239,17 @@ def test_s5_s15_every_prompt_is_trained_once_and_counted_by_trajectory(ahead):
 
 
 def test_x5_s15_dynamic_sampling_works_ahead_of_training(quick, tmp_path):
-    """Prompts without a signal are replaced, also by groups that were begun ahead; none is played for two steps."""
-    given = (*SMALL, "rollout.concurrency=16", "async.max_staleness=1", "run.rollouts_every=1", "eval.prompts=1")
-    done = run(megastep("train", tmp_path, "both", *given, f"run.resume={quick[0]}/start/step_0"))
-    assert done.returncode == 0, done.stderr[-3000:]
+    """Prompts without a signal are replaced, also by groups that were begun ahead; none is played for two steps, nor
+    lost, though the run is asked to stop and goes on."""
+    given = (*SMALL, "rollout.concurrency=16", "async.max_staleness=1", "run.rollouts_every=1", "eval.prompts=1",
+             "checkpoint.every_steps=0", f"run.resume={quick[0]}/start/step_0")
+    process = begin(megastep("train", tmp_path, "both", *given))
+    wait_for(lambda: len(read_metrics(tmp_path / "both")) > 2 or process.poll() is not None, 300)
+    process.terminate()
+    assert process.wait(120) == 75, process.stderr.read()[-3000:]
+    saved = latest(tmp_path / "both" / "checkpoints")
+    done = run(megastep("train", tmp_path, "both", *given))
+    assert done.returncode == 0 and f"continues after step {saved.name[5:]}" in done.stdout, done.stderr[-3000:]
     rows, played = read_metrics(tmp_path / "both")[1:], trained_ids(tmp_path / "both", 6)
     assert len(set(played)) == len(played) == sum(row["rollout/prompts"] for row in rows) > 6 * 4
     left_over = LoopState.read(latest(tmp_path / "both" / "checkpoints"))
