@@ -179,8 +179,8 @@ class PromptStream:
         other = [f"{name} {position.get(name)}, not {ours}" for name, ours in self._identity.items()
                  if position.get(name) != ours]
         if other:
-            raise DataError([f"data.train: is not what the checkpoint was trained on ({'; '.join(other)}); to train its "
-                             "weights on other prompts, export them and begin a run with model.path"])
+            raise DataError([f"data.train: is not what the checkpoint was trained on ({'; '.join(other)}); to train "
+                             "its weights on other prompts, export them and begin a run with model.path"])
         self._go_to(position["epoch"], position["index"])
 
     @cached_property

@@ -120,8 +120,8 @@ class GroupStream:
         return taken.result()
 
     def interrupt(self) -> None:
-        """A `take` that waits, or would, raises Interrupted; what was taken or given up for the same step is outstanding
-        again. May be called by a signal handler."""
+        """A `take` that waits, or would, raises Interrupted; what was taken or given up for the same step is
+        outstanding again. May be called by a signal handler."""
 
         def tell() -> None:
             self._interrupted = True
