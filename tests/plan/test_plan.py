@@ -39,6 +39,8 @@ RUNS = [
     ("qwen3_moe", 2, {}, "fp32", ["full"], 1),
     ("qwen3_moe", 2, dict(tensor=2), "fp32", [], 1),
     ("qwen3_moe", 4, dict(tensor=2, pipeline=2), "bf16", [], 2),
+    ("qwen3_moe", 4, dict(expert=2), "fp32", [], 1),  # two ranks hold the same experts
+    ("qwen3_yarn", 2, dict(pipeline=2, virtual=2), "fp32", [], 4),
 ]
 
 
