@@ -67,6 +67,9 @@ export MEGASTEP_ROOT="${MEGASTEP_ROOT:-$root}"
 export MEGASTEP_BIN="${MEGASTEP_BIN:-$MEGASTEP_ROOT/.venv/bin}"
 # Ray sends SIGTERM to the job's processes and SIGKILL after 3 seconds, unless the job's environment says otherwise.
 export RAY_JOB_STOP_WAIT_TIME_S="${RAY_JOB_STOP_WAIT_TIME_S:-600}"
+# It would not be read before then, and the job not be killed in the end if this is no number.
+[[ "$RAY_JOB_STOP_WAIT_TIME_S" =~ ^[0-9]+$ ]] ||
+    refuse "RAY_JOB_STOP_WAIT_TIME_S = $RAY_JOB_STOP_WAIT_TIME_S: must be a whole number, of seconds"
 
 name="$(basename "${config%.*}")" folder=runs
 for given in "$@"; do

@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
-# Ray on one node of the job of slurm.sbatch: the head on the first, which the others join. SIGTERM ends it.
+# Ray on one node of the job of slurm.sbatch: the head on the first, which the others join.
+#
+# SIGURG ends it, which means nothing to Ray itself: some Slurms send a signal to every process of a step, others to its
+# tasks only. SIGTERM is what Slurm sends to all steps before it preempts or cancels a job. That is for training, which
+# needs Ray for its checkpoint; it is noted, in case Ray has got it too and ends.
 set -uo pipefail
 
-asked="" ray=""
-trap 'asked=yes' TERM
+asked="" terminated="" ray=""
+trap 'asked=yes' URG
+trap 'terminated=yes; echo yes >"$MEGASTEP_LOGS/terminated"' TERM
 
 # A job may be killed before it can clean up. Folders that nobody holds a lock on are of such jobs.
 for old in /tmp/megastep-[0-9]*-[0-9]*/; do
@@ -40,22 +45,22 @@ code=0
 if [[ -z "$asked" ]]; then
     ray start "${options[@]}" 9<&- &
     ray=$!
-    wait "$ray" || code=$?
+    while [[ -z "$asked" ]] && kill -0 "$ray" 2>/dev/null; do wait "$ray"; done # a signal ends `wait` too
 fi
-if [[ -z "$asked" ]]; then
-    echo "$SLURMD_NODENAME" >>"$MEGASTEP_LOGS/lost"
-    echo "Ray ended by itself, with exit code $code; the last it said:"
-    tail -n 20 "$folder"/session_latest/logs/{gcs_server,raylet}.{out,err} 2>/dev/null
-    ((code)) || code=1
-else
-    # Slurm has sent SIGTERM to Ray too, unless it was too early. If that came while Ray started, it tries for long to
-    # reach its parts, which have ended.
+if [[ -n "$asked" ]]; then
+    # Slurm may have sent SIGTERM to Ray too. If that came while Ray started, it tries for long to reach its parts,
+    # which have ended.
     for _ in {1..10}; do
         kill -TERM "$ray" 2>/dev/null || break
         sleep 1
     done
     kill -KILL "$ray" 2>/dev/null
-    code=0
+elif [[ -z "$terminated" ]]; then
+    wait "$ray" || code=$?
+    echo "$SLURMD_NODENAME" >>"$MEGASTEP_LOGS/lost"
+    echo "Ray ended by itself, with exit code $code; the last it said:"
+    tail -n 20 "$folder"/session_latest/logs/{gcs_server,raylet}.{out,err} 2>/dev/null
+    ((code)) || code=1
 fi
 rm -rf "$folder"
 exit "$code"

@@ -2,8 +2,8 @@
 
     python launch/slurm_train.py CONFIG [key=value ...]
 
-It is the same process all the way, whose number is in $MEGASTEP_LOGS/train.pid, for SIGTERM. Exit code 2: a mistake in
-the config or a variable; 1: nodes that did not come.
+It is the same process all the way, whose number is in $MEGASTEP_LOGS/train.pid, for SIGTERM; run.name and run.folder
+there say what it trains. Exit code 2: a mistake in the config or a variable; 1: nodes that did not come.
 """
 
 import os
@@ -26,12 +26,13 @@ def main(config: str, *overrides: str) -> int:
     except ValueError:
         return refuse([f"MEGASTEP_NODES_TIMEOUT_S = {seconds}: must be a number, of seconds"], exit_code=2)
     try:
-        given = load(config, list(overrides)).run.name
+        run = load(config, list(overrides)).run
     except ConfigError as error:
         return refuse(error.problems, exit_code=2)
     # The number of a job stays the same when it is requeued, so its run is found again.
-    name = given or f"{Path(config).stem}-{os.environ['SLURM_JOB_ID']}"
+    name = run.name or f"{Path(config).stem}-{os.environ['SLURM_JOB_ID']}"
     (logs / "run.name").write_text(name)
+    (logs / "run.folder").write_text(str(Path.cwd() / run.dir / name))
 
     hosts = os.environ["MEGASTEP_HOSTS"].split()
     missing = await_nodes(hosts, os.environ["RAY_ADDRESS"], timeout_s)

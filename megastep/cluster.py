@@ -20,7 +20,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megastep import stopping
@@ -140,10 +140,16 @@ class Cluster:
                 f"the cluster is busy: {_add_up(bundles)} asked for, of {_add_up([ray.cluster_resources()])} only "
                 f"{_add_up([ray.available_resources()])} free after cluster.timeout_s = {timeout}"
             )
+        if self.with_policy and self.with_engines and self._backend == "shm":
+            refuse_several_machines(placement_group_table(self._group)["bundles_to_node_id"].values(), ray.nodes())
 
     @property
     def has_gpu(self) -> bool:
         return ray.cluster_resources().get("GPU", 0) > 0
+
+    @property
+    def _backend(self) -> str:
+        return self.config.sync.backend_for(self.has_gpu, self.config.cluster.colocate)
 
     def _bundles(self) -> list[dict[str, float]]:
         """Those of the ranks first."""
@@ -171,7 +177,7 @@ class Cluster:
             self.engines = Fleet(self._spawn_engine, config.engine, refresh, self.log)
             self._exits.callback(self.engines.close)
         if self.with_policy:
-            self.policy.start(config.sync.backend_for(self.has_gpu, config.cluster.colocate))
+            self.policy.start(self._backend)
             if self.with_engines:
                 self._rest()  # an engine wants to see its share of the memory free
         if self.with_engines:
@@ -196,7 +202,7 @@ class Cluster:
                            (index + (config.policy.ranks if self.with_policy else 0), None))
         setup = Setup(
             index=index,
-            backend=config.sync.backend_for(self.has_gpu, config.cluster.colocate),
+            backend=self._backend,
             has_gpu=self.has_gpu,
             gpu_ids=gpu_ids,
             own_weights=not self.with_policy,
@@ -257,6 +263,15 @@ def refuse_too_small(bundles: list[dict[str, float]], nodes: list[dict[str, floa
             )
         for kind, amount in bundle.items():
             node[kind] -= amount
+
+
+def refuse_several_machines(places: Iterable[str], nodes: list[dict]) -> None:
+    """`places` are ids of the nodes that the job is on, of which a machine may have several."""
+    places = set(places)
+    machines = sorted({node["NodeManagerHostname"] for node in nodes if node["NodeID"] in places})
+    if len(machines) > 1:
+        raise ClusterError(f"sync.backend = shm, which is what there is without GPUs: ranks and engines share memory, "
+                           f"so they must be on one machine; there is room for them on {', '.join(machines)} only")
 
 
 def _hint(bundles: list[dict[str, float]]) -> str:

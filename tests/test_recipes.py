@@ -78,6 +78,18 @@ def test_d5_there_are_recipes_for_these_models_colocated_and_apart():
 
 
 @pytest.mark.parametrize("path", H100, ids=lambda path: path.stem)
+def test_d5_a_recipe_has_its_places_on_nodes_of_8_gpus_and_96_cores(path, monkeypatch):
+    """Where Adam works on the CPU, with threads enough to matter."""
+    from megastep.cluster import Cluster, refuse_too_small
+
+    monkeypatch.setattr(Cluster, "has_gpu", True)
+    config = load(path, has_cuda=True)
+    bundles = Cluster(config)._bundles()
+    refuse_too_small(bundles, [{"GPU": 8, "CPU": 96}] * (round(sum(bundle["GPU"] for bundle in bundles)) // 8))
+    assert config.cluster.cpus_per_process >= (5 if config.optimizer.offload_fraction else 1)
+
+
+@pytest.mark.parametrize("path", H100, ids=lambda path: path.stem)
 def test_x8_a_recipe_fits_and_its_table_is_on_the_page(path):
     from megastep.plan.planning import make_plan
     from megastep.plan.table import text

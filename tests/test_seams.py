@@ -10,18 +10,20 @@ from pathlib import Path
 
 # What may be named in each module, and what is decided there.
 SEAMS = {
-    "policy/model.py": "the layers: Transformer Engine's or Megatron's local ones, and the fusions that go with them",
-    "policy/attention.py": "the attention kernel: FlexAttention and Transformer Engine, or torch's for CPU",
-    "policy/parallel.py": "the communication backend and the device: nccl on the rank's GPU, or gloo",
-    "policy/cpu.py": "what stands in for torch.cuda where there is none",
-    "policy/checkpoint.py": "the random state of the device, under Megatron's names for it",
-    "sync/transfer.py": "the weight-transfer backend: nccl and ipc, or shared memory",
-    "sync/receive.py": "its other end, in vLLM's workers",
-    "rollout/engine.py": "which GPUs an engine sees",
-    "config.py": "which backend goes with which placement, and what is refused without a GPU",
-    "plan/": "nothing: estimates for GPUs",
-    "cli.py": "nothing: plans for GPUs",
+    "megastep/policy/model.py": "the layers: Transformer Engine's or Megatron's local ones, and their fusions",
+    "megastep/policy/attention.py": "the attention kernel: FlexAttention and Transformer Engine, or torch's for CPU",
+    "megastep/policy/parallel.py": "the communication backend and the device: nccl on the rank's GPU, or gloo",
+    "megastep/policy/cpu.py": "what stands in for torch.cuda where there is none",
+    "megastep/policy/checkpoint.py": "the random state of the device, under Megatron's names for it",
+    "megastep/sync/transfer.py": "the weight-transfer backend: nccl and ipc, or shared memory",
+    "megastep/sync/receive.py": "its other end, in vLLM's workers",
+    "megastep/rollout/engine.py": "which GPUs an engine sees",
+    "megastep/config.py": "which backend goes with which placement, and what is refused without a GPU",
+    "megastep/plan/": "nothing: estimates for GPUs",
+    "megastep/cli.py": "nothing: plans for GPUs",
+    "tools/convert_ckpt.py": "none at all: it works on the CPU",
 }
+SOURCES = sorted([*Path("megastep").rglob("*.py"), *Path("tools").glob("*.py")])
 DEVICE = re.compile(r"(?i:cuda|nccl|transformer_engine|\bapex\b)|\bTE[A-Z][a-z]\w+")
 
 
@@ -52,11 +54,11 @@ def of_gpus(source: str) -> set[str]:
 
 
 def seam_of(path: Path) -> str | None:
-    return next((seam for seam in SEAMS if path.as_posix().startswith(f"megastep/{seam}")), None)
+    return next((seam for seam in SEAMS if path.as_posix().startswith(seam)), None)
 
 
 def test_d8_a_gpu_is_named_at_the_seams_only():
-    outside = {path.as_posix(): found for path in sorted(Path("megastep").rglob("*.py"))
+    outside = {path.as_posix(): found for path in SOURCES
                if seam_of(path) is None and (found := of_gpus(path.read_text()))}
     assert not outside
 
@@ -64,7 +66,7 @@ def test_d8_a_gpu_is_named_at_the_seams_only():
 def test_d8_every_seam_is_one():
     """A seam that names no GPU any more is to be taken off the list."""
     for seam in SEAMS:
-        paths = [path for path in Path("megastep").rglob("*.py") if seam_of(path) == seam]
+        paths = [path for path in SOURCES if seam_of(path) == seam]
         assert any(of_gpus(path.read_text()) for path in paths), seam
 
 

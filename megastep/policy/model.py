@@ -1,7 +1,7 @@
 """A Megatron-Core GPTModel from an Architecture. The one place that chooses between CPU and CUDA specs.
 
     CUDA    Transformer Engine's layers, grouped expert GEMMs
-    CPU     Megatron's local layers with an RMSNorm of ours
+    CPU     Megatron's local layers with an RMSNorm of ours; also for shapes alone, on the meta device
     both    attention over tries (attention.py), the head on the loss table's rows only (logprobs.py)
 
 Both give the same parameters under the same checkpoint keys.
@@ -37,18 +37,20 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def build_model(arch: Architecture, policy: PolicyConfig) -> "list[PolicyModel]":
     """This rank's part of the model, one PolicyModel per virtual pipeline stage.
 
-    Under `with torch.device("meta")` nothing is allocated.
+    Under `with torch.device("meta")` nothing is allocated, beside a GPU neither: Megatron names a device for each of
+    Transformer Engine's layers, so these are not used then.
     """
     on_meta = torch.get_default_device().type == "meta"
+    on_cuda = torch.cuda.is_available() and not on_meta
     layout = policy.parallel
     inverse_frequencies, softmax_scale = _rope(arch)
-    config = transformer_config(arch, policy, softmax_scale, initialize=not on_meta)
+    config = transformer_config(arch, policy, softmax_scale, on_cuda, initialize=not on_meta)
     chunks = []
     for stage in range(layout.virtual):
         virtual_stage = stage if layout.virtual > 1 else None
         chunk = PolicyModel(
             config=config,
-            transformer_layer_spec=layer_spec(config, virtual_stage),
+            transformer_layer_spec=layer_spec(config, virtual_stage, on_cuda),
             vocab_size=arch.padded_vocab,
             max_sequence_length=arch.max_positions,
             pre_process=parallel.has_embedding(stage),
@@ -115,11 +117,10 @@ def wrap_for_training(chunks: list[GPTModel], precision: str) -> list[Distribute
 
 
 def transformer_config(
-    arch: Architecture, policy: PolicyConfig, softmax_scale: float | None, initialize: bool = True
+    arch: Architecture, policy: PolicyConfig, softmax_scale: float | None, on_cuda: bool, initialize: bool
 ) -> TransformerConfig:
     layout = policy.parallel
     dtype = PRECISIONS[policy.precision]
-    on_cuda = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -163,7 +164,7 @@ def transformer_config(
         perform_initialization=initialize,
         # The same weights for one seed under every tensor-parallel size; slow only for large models. On the meta
         # device it keeps Megatron from naming another one.
-        use_cpu_initialization=not (on_cuda and initialize),
+        use_cpu_initialization=not on_cuda,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=on_cuda,
         bias_activation_fusion=on_cuda,
@@ -212,9 +213,9 @@ def _pipeline_layout(layout: ParallelConfig) -> list[list[str]] | None:
 # ---------------------------------------------------------------- layers
 
 
-def layer_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
+def layer_spec(config: TransformerConfig, virtual_stage: int | None, on_cuda: bool) -> TransformerBlockSubmodules:
     """CUDA: Transformer Engine's layers, not run on a GPU yet. CPU: Megatron's local layers with our parts."""
-    if torch.cuda.is_available():
+    if on_cuda:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=virtual_stage)
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = FlexTrieAttention

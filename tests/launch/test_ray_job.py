@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from megastep.config import load
+from megastep.plan.planning import make_plan
 from megastep.policy.manifest import latest, read_manifest
 from megastep.report import read_metrics
 from tests.launch.ray_cluster import two_nodes, without_ray
@@ -51,10 +52,10 @@ def environment(cluster, project=None, **more: str) -> dict[str, str]:
     return found
 
 
-def submit(arguments, env) -> subprocess.Popen:
+def submit(arguments, env, stdout=subprocess.PIPE) -> subprocess.Popen:
     """In a process group of its own, as a shell would start it."""
-    return subprocess.Popen([SCRIPT, LOCAL, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env=env, start_new_session=True)
+    return subprocess.Popen([SCRIPT, LOCAL, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, env=env,
+                            start_new_session=True)
 
 
 def run(arguments, env, timeout: int = 120) -> subprocess.CompletedProcess:
@@ -82,16 +83,18 @@ def is_clean(cluster) -> bool:
 @pytest.fixture(scope="module")
 def stopped(cluster, project):
     """Ctrl-C in the middle of training; checkpoints are not due by themselves."""
-    process = submit([*SMALL, "train.steps=1000"], environment(cluster, project, **PASSED_ON))
-    folder = project / "runs" / "local"
+    folder, shown = project / "runs" / "local", project / "shown.txt"
+    with shown.open("w") as output:
+        process = submit([*SMALL, "train.steps=1000"], environment(cluster, project, **PASSED_ON), output)
     try:
         wait_for(lambda: len(read_metrics(folder)) >= 3 or process.poll() is not None, 200)
+        wait_for(lambda: "runs/local: a new run\n" in shown.read_text(), 60)  # the log is followed, not read at the end
         second = run([LOCAL], environment(cluster, project))
         os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=200)
+        _, errors = process.communicate(timeout=200)
     finally:
         process.kill()
-    return folder, process.returncode, output, errors, second
+    return folder, process.returncode, shown.read_text(), errors, second
 
 
 def test_d5_ctrl_c_stops_the_job_with_a_checkpoint(cluster, stopped):
@@ -154,11 +157,11 @@ def test_d5_a_mistake_in_the_config_is_a_line_in_the_log_and_the_exit_code(clust
 
 
 def test_d5_a_run_that_the_config_names_is_told(cluster, project):
-    """Of a job that ends soon: training itself refuses this filter."""
+    """Of a job that fails soon, with an exit code that is not that of a mistake: this cluster is too small for it."""
     (project / "mine.yaml").write_text(f"base: {ROOT}/{LOCAL}\nrun: {{dir: results, name: named}}\n")
-    done = run(["mine.yaml", "filters.over_long=cut"], environment(cluster, project))
+    done = run(["mine.yaml", "cluster.cpus_per_process=9"], environment(cluster, project))
     assert f"ray_job: job named-1 at {cluster.dashboard}; its run is {project}/results/named\n" in done.stderr
-    assert done.returncode == 2 and "error: filters.over_long = cut: must be one of" in done.stdout
+    assert done.returncode == 1 and "error: the cluster is too small: " in done.stdout
 
 
 def test_d5_a_folder_that_the_nodes_do_not_have_is_told(cluster):
@@ -174,6 +177,8 @@ def test_d5_a_folder_that_the_nodes_do_not_have_is_told(cluster):
          "127.0.0.1:6379: the dashboard's address is needed, such as http://HEAD:8265"),
         ([LOCAL], {"RAY_ADDRESS": "http://127.0.0.1:1"}, 1, "http://127.0.0.1:1: no Ray dashboard there "),
         (["train.steps=1"], {"RAY_ADDRESS": "http://127.0.0.1:1"}, 2, "CONFIG is missing; usage: "),
+        ([LOCAL], {"RAY_ADDRESS": "http://127.0.0.1:1", "RAY_JOB_STOP_WAIT_TIME_S": "10m"}, 2,
+         "RAY_JOB_STOP_WAIT_TIME_S = 10m: must be a whole number, of seconds"),
     ],
 )
 def test_d5_an_address_that_is_missing_or_wrong_is_a_line(arguments, given, code, message):
@@ -216,6 +221,7 @@ def test_d5_the_manifest_trains_with_a_config_that_loads(manifest):
     gpus = group["replicas"] * int(group["rayStartParams"]["num-gpus"])
     assert loaded.policy.ranks == gpus == loaded.engine.count * loaded.engine.tensor == 16
     assert loaded.cluster.colocate and loaded.run.name and loaded.checkpoint.every_steps > 0
+    assert not make_plan(loaded).troubles()
 
 
 def test_d5_the_manifest_has_the_version_of_ray_that_is_pinned(manifest):

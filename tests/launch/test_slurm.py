@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from megastep.ports import free_port
 from megastep.report import read_metrics
 from tests import processes
 from tests.launch.slurm_cluster import PATIENCE_S, ROOT, Job, commands, two_nodes
-from tests.processes import alive
+from tests.processes import alive, descendants
 
 pytestmark = pytest.mark.timeout(900)  # whole runs, on a machine that may be busy
 CONFIG = "configs/chase.yaml"
@@ -137,6 +136,9 @@ def test_d5_nothing_of_a_job_is_left(requeued):
         ((CONFIG,), {"MEGASTEP_BIN": "/nowhere"}, "error: /nowhere/megastep: no such program; set MEGASTEP_BIN"),
         ((CONFIG,), {"MEGASTEP_ROOT": "/nowhere"}, "slurm.sbatch: error: /nowhere: not the project's root; submit"),
         ((CONFIG,), {"MEGASTEP_NODES_TIMEOUT_S": "soon"}, "error: MEGASTEP_NODES_TIMEOUT_S = soon: must be a number"),
+        ((CONFIG,), {"MEGASTEP_SETUP": "/nowhere/a.env"}, "error: MEGASTEP_SETUP=/nowhere/a.env: no such file, or not"),
+        ((CONFIG,), {"MEGASTEP_MODULES": "gcc/13", "BASH_FUNC_module%%": "() { false; }"},
+         "slurm.sbatch: error: MEGASTEP_MODULES=gcc/13: cannot be loaded"),
         # A relative root, and its own .venv: what is wrong then is the setting alone.
         ((CONFIG, "train.stepz=1"), {"MEGASTEP_ROOT": "root", "MEGASTEP_BIN": ""},
          "error: train.stepz: unknown key; did you mean train.steps?"),
@@ -152,16 +154,36 @@ def test_d5_mistakes_are_a_line_and_exit_code_2(arguments, variables, message, c
 
 
 def test_d5_the_exit_code_is_that_of_training(cluster):
-    """Which refuses this one itself, once Ray is there."""
-    job = cluster.submit(CONFIG, *TINY, f"run.dir={cluster.folder}/runs", "run.name=mine", "filters.over_long=cut")
+    """Which finds this cluster too small, once Ray is there. Modules are loaded by what a login shell has exported."""
+    modules = {"MEGASTEP_MODULES": "cuda/13.0 gcc/13", "BASH_FUNC_module%%": '() { echo "module $*"; }'}
+    job = cluster.submit(CONFIG, *TINY, f"run.dir={cluster.folder}/runs", "run.name=mine", "cluster.cpus_per_process=2",
+                         **modules)
     family = wait_for(lambda: job.below_raylet(1) and job.family())
-    assert job.wait()["ExitCode"] == "2:0"
-    assert "error: filters.over_long = cut: must be one of keep, mask, drop" in job.output()
+    assert job.wait()["ExitCode"] == "1:0"
+    assert job.output().startswith("module load cuda/13.0 gcc/13\n")
+    assert "error: the cluster is too small: 2 places with 4 CPU in all are needed" in job.output()
+    assert "slurm.sbatch: failed; to go on, submit it again as before, with run.name=mine\n" in job.output()
     assert_nothing_is_left(job, family)
 
 
+def test_d5_tasks_are_in_the_container(cluster, tmp_path):
+    """As far as srun is told so: there is no pyxis here."""
+    srun = tmp_path / "srun"
+    srun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/$$.arguments\nexit 2\n')
+    srun.chmod(0o755)
+    given = {"MEGASTEP_CONTAINER": "megastep.sqsh", "MEGASTEP_MOUNTS": "/data:/data,/models:/weights"}
+    job = cluster.submit(CONFIG, *TINY, PATH=f"{tmp_path}:{os.environ['PATH']}", **given)
+    assert job.wait()["ExitCode"] == "2:0"
+    mounts = f"{ROOT}:{ROOT},/tmp:/tmp,{job.logs}:{job.logs},/data:/data,/models:/weights"
+    steps = [path.read_text().splitlines() for path in tmp_path.glob("*.arguments")]
+    assert sorted(steps, key=len)[0][-2:] == ["bash", "launch/slurm_ray.sh"] and len(steps) == 2
+    for step in steps:
+        assert [option for option in step if option.startswith("--container")] == [
+            "--container-image=megastep.sqsh", f"--container-mounts={mounts}", f"--container-workdir={ROOT}"]
+
+
 def test_d5_a_node_that_does_not_come_is_named(cluster, setup_file):
-    setup = setup_file("echo $SLURMD_NODENAME is set up\n" + NO_RAY_ON.format("n2"))
+    setup = setup_file("echo $SLURMD_NODENAME is set up\n" + NO_RAY_ON.format("n2") + "false\n")
     job = cluster.submit(CONFIG, *TINY, MEGASTEP_SETUP=setup, MEGASTEP_NODES_TIMEOUT_S="8")
     family = wait_for(lambda: "n2 is set up" in job.log(1) and job.family())
     assert job.wait()["ExitCode"] == "1:0"
@@ -178,7 +200,6 @@ def test_d5_a_node_whose_ray_dies_ends_the_job(cluster):
     os.kill(raylet, signal.SIGKILL)
     assert job.wait()["ExitCode"] == "1:0"
     assert f"error: Ray has ended on n2; what it said is in {job.logs}" in job.output()
-    assert f"slurm.sbatch: failed; to go on: sbatch --nodes=2 launch/slurm.sbatch {CONFIG} " in job.output()
     assert "Ray ended by itself, with exit code 1" in job.log(1)
     assert_nothing_is_left(job, family)
 
@@ -188,21 +209,21 @@ def test_d5_a_node_whose_ray_dies_ends_the_job(cluster):
 
 def test_d5_slurm_tells_a_job_ten_minutes_before_its_time_limit(cluster, setup_file):
     """By the line in the script. With eleven minutes in all it is due in the first, between 30 and 60 seconds: Slurm
-    looks twice a minute, and tells a job that would be late the next time."""
+    looks twice a minute, and tells a job that would be late the next time. Nothing was saved by then, and so it would
+    be for ever."""
     job = cluster.submit(CONFIG, *TINY, options=("--time=11",), MEGASTEP_SETUP=setup_file(NO_RAY_ON.format("n*")))
     wait_for(lambda: job.is_in("RUNNING"))
     processes.wait_for(lambda: "training is asked to stop and to write a checkpoint" in job.output(), 120)
-    job.wait("PENDING")
-    assert f"job {job.id} is requeued and goes on from its last checkpoint" in job.output()
-    job.cancel()
-    assert job.wait()["JobState"] == "CANCELLED"
+    assert job.wait()["ExitCode"] == "75:0"
+    line = job.output().splitlines()[-1]
+    assert "stopped without a new checkpoint, and not requeued" in line and "give it a longer --time" in line
+    assert line.endswith(f"to go on, submit it again as before, with run.name=chase-{job.id}")
 
 
 def test_d5_a_second_signal_ends_training_that_does_not_stop(cluster, setup_file):
     """And a job that may not be requeued says how to go on."""
     setup = setup_file(NO_RAY_ON.format("n*") + "if [[ $1 == python ]]; then trap '' TERM; fi\n")
-    given = (CONFIG, *TINY, "run.dir=runs of mine")
-    job = cluster.submit(*given, options=("--no-requeue",), MEGASTEP_SETUP=setup)
+    job = cluster.submit(CONFIG, *TINY, "run.name=of mine", options=("--no-requeue",), MEGASTEP_SETUP=setup)
     wait_for((job.logs / "run.name").exists)
     family = job.family()
     job.signal("TERM")
@@ -211,10 +232,40 @@ def test_d5_a_second_signal_ends_training_that_does_not_stop(cluster, setup_file
         processes.wait_for(lambda: not job.is_in("RUNNING"), 2)
     job.signal("USR1")
     assert job.wait()["ExitCode"] == "75:0"
-    command = job.output().splitlines()[-1].removeprefix("slurm.sbatch: stopped; to go on: ")
-    assert shlex.split(command) == ["sbatch", "--nodes=2", "launch/slurm.sbatch", *given, f"run.name=chase-{job.id}"]
-    assert f" {' '.join(given[:-1])} " in command  # what needs no quotes has none
+    said = "slurm.sbatch: stopped; to go on, submit it again as before, with run.name=of\\ mine"
+    assert job.output().splitlines()[-1] == said
     assert_nothing_is_left(job, family)
+
+
+def test_d5_a_signal_to_the_steps_alone_stops_the_job(cluster, setup_file):
+    """Here it reaches every process, so that Ray ends too and nothing can be saved; the job has not failed for that."""
+    job = cluster.submit(CONFIG, *TINY, MEGASTEP_SETUP=setup_file(NO_RAY_ON.format("n2")))
+    family = wait_for(lambda: "Ray runtime started" in job.log(0) and job.family())
+    cluster.run("scancel", "--signal=TERM", str(job.id))
+    assert job.wait()["ExitCode"] == "75:0"
+    assert "slurm.sbatch: stopped without a new checkpoint, and not requeued" in job.output()
+    assert "error: Ray has ended" not in job.output()
+    assert_nothing_is_left(job, family)
+
+
+def test_d5_ray_outlives_a_signal_that_is_for_training(tmp_path):
+    """Where Slurm sends it to the tasks alone, as it does with cgroups; the Ray here is a program that sleeps."""
+    (tmp_path / "ray").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "ray").chmod(0o755)
+    folder, notes = Path(f"/tmp/megastep-{free_port()}-0"), tmp_path / "terminated"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": folder.name.split("-")[1],
+                   "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1", "MEGASTEP_LOGS": str(tmp_path),
+                   "RAY_ADDRESS": "127.0.0.1:1", "MEGASTEP_CLIENT_PORT": "1"}
+    with subprocess.Popen(["bash", ROOT / "launch" / "slurm_ray.sh"], env=environment) as task:
+        wait_for(lambda: [line for line in alive(descendants(task.pid)) if "sleep 60" in line])
+        task.send_signal(signal.SIGTERM)
+        wait_for(notes.exists)
+        with pytest.raises(subprocess.TimeoutExpired):
+            task.wait(1)
+        assert folder.exists()
+        task.send_signal(signal.SIGURG)
+        assert task.wait(20) == 0 and not folder.exists()
+    assert not (tmp_path / "lost").exists()
 
 
 def test_d5_a_job_that_is_cancelled_does_not_come_back(cluster, setup_file, folders):

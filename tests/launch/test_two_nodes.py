@@ -74,6 +74,30 @@ def test_d3_ranks_are_numbered_node_by_node(cluster):
     assert ranks == [WORKER, WORKER, HEAD, HEAD]
 
 
+TWO_MACHINES = """
+import ray
+from megastep import cluster
+from megastep.config import load
+
+nodes = ray.nodes
+ray.nodes = lambda: [node | {"NodeManagerHostname": f"m{node['NodeID'][0]}"} for node in nodes()]
+asked = cluster.Cluster(load("configs/local.yaml", ["cluster.cpus_per_process=1", "cluster.colocate=true"]))
+try:
+    asked._connect()
+    asked._reserve()
+except cluster.ClusterError as error:
+    print(error)
+finally:
+    asked.__exit__()
+"""
+
+
+def test_d3_two_machines_without_gpus_are_refused(cluster):
+    """Their nodes are on one machine here, which is why the runs below can be."""
+    line = script(cluster, TWO_MACHINES)
+    assert line.startswith("sync.backend = shm") and line.endswith("on ma, mb only\n")
+
+
 DYING = """
 import os, ray, time
 from ray.exceptions import RayActorError

@@ -29,16 +29,16 @@ RUNS = [
     # model, ranks, layout, precision, recompute, micro-batches
     ("qwen3_yarn", 2, {}, "fp32", [], 1),
     ("qwen3_yarn", 2, dict(tensor=2), "bf16", [], 1),
-    ("qwen3_yarn", 2, dict(pipeline=2), "fp32", [], 3),
+    ("qwen3_yarn", 2, dict(pipeline=2, virtual=2), "fp32", [], 4),
     ("qwen3_yarn", 2, {}, "fp32", ["full"], 1),
     ("qwen3_yarn", 2, {}, "fp32", ["mlp"], 1),
-    ("qwen2_tied", 2, dict(pipeline=2), "fp32", [], 2),
+    ("qwen2_tied", 2, dict(pipeline=2), "fp32", [], 3),
     ("qwen3_moe", 2, {}, "bf16", [], 1),
-    ("qwen3_moe", 2, dict(expert=2), "fp32", [], 1),
     ("qwen3_moe", 2, dict(expert=2), "fp32", ["core_attn", "moe"], 1),
     ("qwen3_moe", 2, {}, "fp32", ["full"], 1),
     ("qwen3_moe", 2, dict(tensor=2), "fp32", [], 1),
     ("qwen3_moe", 4, dict(tensor=2, pipeline=2), "bf16", [], 2),
+    ("qwen3_moe", 4, dict(expert=2), "fp32", [], 1),  # two ranks hold the same experts
 ]
 
 

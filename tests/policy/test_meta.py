@@ -47,6 +47,15 @@ def test_tables_cover_every_parameter_of_every_rank_exactly_once(name):
     assert total == pytest.approx(size, rel=0.01)
 
 
+def test_a_gpu_is_not_used_for_shapes(monkeypatch):
+    """Megatron would name it, or the CPU, as the device of Transformer Engine's layers."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arch = read_architecture("configs/models/qwen3-8b")
+    with parallel.imagined(ParallelConfig(), 0, 1), torch.device("meta"):
+        (model,) = build_model(arch, PolicyConfig(precision="bf16"))
+    assert all(param.is_meta for param in model.parameters())
+
+
 def _parameters_by_transformers(name: str) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
