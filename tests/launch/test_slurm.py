@@ -216,7 +216,7 @@ def test_d5_slurm_tells_a_job_ten_minutes_before_its_time_limit(cluster, setup_f
     processes.wait_for(lambda: "training is asked to stop and to write a checkpoint" in job.output(), 120)
     assert job.wait()["ExitCode"] == "75:0"
     line = job.output().splitlines()[-1]
-    assert "stopped without a new checkpoint, and not requeued" in line and "give it a longer --time" in line
+    assert "stopped before anything was saved, and not requeued" in line and "give it a longer --time" in line
     assert line.endswith(f"to go on, submit it again as before, with run.name=chase-{job.id}")
 
 
@@ -243,7 +243,7 @@ def test_d5_a_signal_to_the_steps_alone_stops_the_job(cluster, setup_file):
     family = wait_for(lambda: "Ray runtime started" in job.log(0) and job.family())
     cluster.run("scancel", "--signal=TERM", str(job.id))
     assert job.wait()["ExitCode"] == "75:0"
-    assert "slurm.sbatch: stopped without a new checkpoint, and not requeued" in job.output()
+    assert "slurm.sbatch: stopped before anything was saved, and not requeued" in job.output()
     assert "error: Ray has ended" not in job.output()
     assert_nothing_is_left(job, family)
 
