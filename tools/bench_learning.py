@@ -2,7 +2,7 @@
 
     python tools/bench_learning.py [--seeds 0 1 2]
 
-Each is the whole of `launch/local.sh`, with its 24 steps, and takes some three minutes on two idle cores. What is
+Each is the whole of `launch/local.sh`, with its 32 steps, and takes two to three minutes on two idle cores. What is
 compared is the success on held-out prompts after the last step, 256 trajectories: one such figure has a standard error
 of 0.015.
 
