@@ -11,6 +11,7 @@
 """
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,9 @@ class Origin:
 
     def write(self, folder: Path) -> None:
         paths = {name: path and str(path.resolve()) for name, path in vars(self).items()}
-        (folder / _ORIGIN).write_text(json.dumps(paths))
+        beside = folder / f"{_ORIGIN}.partial"  # a kill leaves none, or a whole one
+        beside.write_text(json.dumps(paths))
+        os.replace(beside, folder / _ORIGIN)
 
     @classmethod
     def read(cls, folder: Path) -> "Origin | None":
