@@ -35,6 +35,7 @@ from megastep import stopping
 from megastep.config import Config
 from megastep.lifetime import forks_end_with_us, send_output_to
 from megastep.ports import free_port
+from megastep.progress import waiting
 from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
 from megastep.types import TrainingError
@@ -63,8 +64,9 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         try:
-            self._connect()
-            self._reserve()
+            with waiting("Ray"):
+                self._connect()
+                self._reserve()
             self._spawn()
         except BaseException:
             self._exits.close()
@@ -177,17 +179,19 @@ class Cluster:
             self.engines = Fleet(self._spawn_engine, config.engine, refresh, self.log)
             self._exits.callback(self.engines.close)
         if self.with_policy:
-            self.policy.start(self._backend)
+            with waiting("policy ranks"):
+                self.policy.start(self._backend)
             if self.with_engines:
                 self._rest()  # an engine wants to see its share of the memory free
         if self.with_engines:
             self._open_engines()
 
     def _open_engines(self) -> None:
-        self.engines.start()
-        if self.with_policy:
-            self._first_push()
-        self.engines.open()
+        with waiting("engines"):
+            self.engines.start()
+            if self.with_policy:
+                self._first_push()
+            self.engines.open()
 
     def _first_push(self) -> None:
         with self._pushing:

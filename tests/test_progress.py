@@ -1,6 +1,7 @@
 """Long work says how far it is, on a terminal and in the log of a job."""
 
 import io
+import time
 
 from megastep import progress
 
@@ -33,3 +34,23 @@ def test_the_last_state_is_in_the_log_however_quick_it_was():
 def test_a_terminal_has_a_bar():
     shown = work(Terminal())
     assert shown.count("\n") == 1 and "\rtrain: 100%|" in shown
+
+
+def test_a_wait_counts_its_seconds(monkeypatch):
+    monkeypatch.setattr(progress, "WAIT_LOG_EVERY_S", 0.05)
+    log = io.StringIO()
+    with progress.waiting("engines", log):
+        time.sleep(0.3)
+    *counted, last = log.getvalue().splitlines()
+    assert len(counted) >= 2 and set(counted) == {"engines: 0 s, still waiting"} and last == "engines: 0 s"
+
+
+def test_a_wait_on_a_terminal_is_one_line_also_if_it_fails():
+    shown = Terminal()
+    try:
+        with progress.waiting("engines", shown):
+            time.sleep(1.1)
+            raise OSError
+    except OSError:
+        pass
+    assert shown.getvalue() == "\rengines: 1 s\rengines: 1 s\n"
