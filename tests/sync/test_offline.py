@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megastep import cli
 from megastep.architecture import read_architecture
 from megastep.sync.convert import rows_of
 from megastep.sync.hf_files import HFReader, write_shards
@@ -120,6 +121,18 @@ def test_mistakes_end_in_one_line(arguments, message, tmp_path):
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: ") and message.format(tmp=tmp_path) in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_megastep_import_and_export_are_the_tool(models, tmp_path, monkeypatch):
+    """From any folder: the tool itself is in the repository only."""
+    folder, _ = models("llama")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["import", str(folder), "ckpt"]) == 0
+    assert cli.main(["export", "ckpt", "hf", "--shard-size", "100KB"]) == 0
+    source, exported = HFReader(folder), HFReader("hf")
+    assert all(torch.equal(source(name), exported(name)) for name in source.file_of)
+    assert len(set(exported.file_of.values())) > 1
+    assert cli.main(["export", "nowhere", "out"]) == 2
 
 
 def test_wrong_shape_is_found_before_anything_is_written(models, tmp_path):
