@@ -18,6 +18,7 @@ from megastep.rollout.data import Prompt
 from megastep.rollout.generation import Generate
 from megastep.policy.manifest import CheckpointError
 from megastep.progress import progress
+from megastep.report import write_report
 from megastep.rollout.pool import Pool, refuse_all_failed
 from megastep.rollout.task import Task
 from megastep.rundir import refuse_unfit_weights, where_to_resume
@@ -40,7 +41,7 @@ def rollout(config: Config, out: Path) -> list[Group]:
     groups, speed = _play(config, checkpoint, task.pool, prompts, out.with_name(f"{out.name}.log"))
     store.write(out, groups)
     print(_summary(rollout_metrics(groups), speed))
-    print(f"{out}: written; its reader is megastep.samples.store.read")
+    print(f"{out}: written; to look at: megastep view {out} --model {config.model.path}")
     return groups
 
 
@@ -58,6 +59,7 @@ def evaluate(config: Config, name: str) -> dict[str, float]:
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     print(_summary(rollout_metrics(groups), speed))
     print(f"{folder}: metrics.json, rollouts.safetensors")
+    print("report: " + ", ".join(map(str, write_report(folder))))
     return metrics
 
 

@@ -242,7 +242,8 @@ class RunConfig:
     dir: str = "runs"
     name: str | None = None  # default: the config's name and the time
     resume: str = "auto"  # auto: continue what is in the run directory; never; or a checkpoint folder
-    rollouts_every: int = 0  # steps between rollouts that are kept on disk; 0: none
+    rollouts_every: int = 0  # steps between rollouts that are kept on disk, whole and with routing; 0: none
+    report_prompts: int = 4  # prompts of the newest step whose trajectories are kept for the report; 0: none
     wandb: str = "auto"  # auto: online with a key, else offline; online; offline; disabled
     tensorboard: bool = False  # event files into the run directory; needs the package tensorboard
 
@@ -529,7 +530,7 @@ _NOT_NEGATIVE = (
     "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_grad",
     "policy.offload_layers", "policy.router_balance", "policy.router_z", "loss.clip_low", "loss.clip_high",
     "loss.dual_clip", "loss.kl", "loss.entropy", "loss.correction_low", "checkpoint.every_steps", "train.seed",
-    "train.eval_every", "run.rollouts_every", "warm_start.trajectories", "warm_start.lr", "credit.step_weight",
+    "train.eval_every", "run.rollouts_every", "run.report_prompts", "warm_start.trajectories", "warm_start.lr", "credit.step_weight",
     "engine.restarts", "asynchronous.max_staleness", "data.held_out", "rollout.temperature", "rollout.top_k",
     "eval.temperature", "eval.top_k",
 )

@@ -13,8 +13,12 @@ from pathlib import Path
 import yaml
 
 from megastep.samples import store
+from megastep.samples.metrics import rollout_metrics
 from megastep.view import curves, page
 from megastep.view.tokens import Speller
+
+
+LATEST = "rollouts/latest.safetensors"  # run.report_prompts of the newest step, without routing
 
 
 class ReportError(ValueError):
@@ -117,16 +121,40 @@ def _start_tensorboard(folder: Path, from_step: int):
 
 
 def write_report(folder: Path) -> list[Path]:
-    """curves.png and report.html of a run, or of an evaluation; from whatever of it is there."""
+    """report.html of a run, or of an evaluation, from whatever of it is there; curves.png once it has two steps."""
     rows, config = _rows(folder), _config(folder)
     picture = curves.draw(rows)
-    text = page.render(folder.resolve().name, config, rows, picture, _played(folder, config))
-    written = {folder / "curves.png": picture, folder / "report.html": text.encode()}
+    text = page.render(folder.resolve().name, config, rows, picture, _played(folder, config, rows))
+    written = {folder / "report.html": text.encode()}
+    if picture is not None:
+        written = {folder / "curves.png": picture} | written
     for path, content in written.items():
-        beside = path.with_name(f"{path.name}.tmp")
-        beside.write_bytes(content)
-        os.replace(beside, path)  # who looks at the report of a running job sees a whole one
+        _replace(path, content)
     return list(written)
+
+
+def write_rollout_report(rollouts: Path, model: Path | None) -> list[Path]:
+    """FILE.html beside a file of rollouts: their metrics and trajectories, as text with the tokenizer of `model`."""
+    try:
+        groups = store.read(rollouts)
+    except store.StoreError as error:
+        raise ReportError(str(error)) from None
+    config = {"model": {"path": str(model)}} if model else {}
+    speller, problems = _speller(config, "--model FOLDER")
+    if model and problems:
+        raise ReportError(f"--model {model}: {problems[0]}")
+    rows = [{"step": 0, **rollout_metrics(groups)}]
+    played = page.Played(groups, rollouts.name, speller, problems)
+    path = rollouts.with_suffix(".html")
+    _replace(path, page.render(rollouts.name, config, rows, None, played).encode())
+    return [path]
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Who looks at the report of a running job sees a whole one."""
+    beside = path.with_name(f"{path.name}.tmp")
+    beside.write_bytes(content)
+    os.replace(beside, path)
 
 
 def _rows(folder: Path) -> list[dict]:
@@ -149,28 +177,38 @@ def _config(folder: Path) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def _played(folder: Path, config: dict) -> page.Played:
-    """The last saved rollouts, those of an evaluation included."""
-    numbered = {int(found[1]): path for path in folder.glob("rollouts/step_*.safetensors")
-                if (found := re.fullmatch(r"step_(\d+)\.safetensors", path.name))}
-    path = numbered[max(numbered)] if numbered else folder / "rollouts.safetensors"
-    if not path.is_file():
+def _played(folder: Path, config: dict, rows: list[dict]) -> page.Played:
+    """The newest rollouts of a run, or those of an evaluation."""
+    path = _newest_rollouts(folder, rows)
+    if path is None:
         return page.Played()
     source = str(path.relative_to(folder))
     try:
         groups = store.read(path)
     except store.StoreError as error:
         return page.Played(source=source, problems=[str(error)])
-    speller, problems = _speller(config)
+    speller, problems = _speller(config, "config.yaml")
     return page.Played(groups, source, speller, problems)
 
 
-def _speller(config: dict) -> tuple[Speller, list[str]]:
+def _newest_rollouts(folder: Path, rows: list[dict]) -> Path | None:
+    """`latest` holds some prompts of the newest step; a file of that step with all of them is better."""
+    numbered = {int(found[1]): path for path in folder.glob("rollouts/step_*.safetensors")
+                if (found := re.fullmatch(r"step_(\d+)\.safetensors", path.name))}
+    newest = numbered.get(max(numbered, default=None))
+    candidates = [folder / LATEST, newest, folder / "rollouts.safetensors"]
+    if rows and newest is not None and max(numbered) >= rows[-1]["step"]:
+        candidates = [newest]
+    return next((path for path in candidates if path is not None and path.is_file()), None)
+
+
+def _speller(config: dict, source: str) -> tuple[Speller, list[str]]:
+    """`source`: where a model can be named."""
     from megastep.rollout.renderer import RenderError, load_tokenizer
 
     model = page.setting(config, "model", "path")
     if model is None:
-        return Speller(), ["config.yaml names no model: tokens are shown as ids"]
+        return Speller(), [f"no model is given ({source}): tokens are shown as ids"]
     try:
         return Speller(load_tokenizer(model)), []
     except RenderError as error:

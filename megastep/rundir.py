@@ -6,6 +6,7 @@
               start/step_0/   the policy after the warm start, which is also the reference of the KL
               origin.json     of a run that began with the checkpoint of another: which, and the other's reference
               checkpoints/step_N/
+              rollouts/latest.safetensors     trajectories for the report (run.report_prompts)
               rollouts/step_N.safetensors     with run.rollouts_every
               wandb/
 """
@@ -20,6 +21,7 @@ from megastep.architecture import read_architecture
 from megastep.config import Config, to_yaml
 from megastep.policy.loop_state import LoopState
 from megastep.policy.manifest import CheckpointError, latest, read_manifest, refuse_other_model
+from megastep.report import LATEST
 from megastep.sync.convert import refuse_other_shape, rows_of
 from megastep.sync.hf_files import HFReader
 
@@ -92,9 +94,13 @@ class Run:
         return origin.reference if origin and origin.reference else start if start.is_dir() else None
 
     def rollouts(self, step: int) -> Path:
-        folder = self.folder / "rollouts"
-        folder.mkdir(exist_ok=True)
-        return folder / f"step_{step}.safetensors"
+        return self.latest_rollouts.with_name(f"step_{step}.safetensors")
+
+    @property
+    def latest_rollouts(self) -> Path:
+        path = self.folder / LATEST
+        path.parent.mkdir(exist_ok=True)
+        return path
 
 
 @dataclass

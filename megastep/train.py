@@ -28,7 +28,7 @@ from megastep.config import Config, ConfigError
 from megastep.learner import Learner
 from megastep.policy.loop_state import LoopState
 from megastep.policy.manifest import latest
-from megastep.progress import progress
+from megastep.progress import progress, waiting
 from megastep.report import MetricsLog, read_metrics, write_report
 from megastep.rollout.pool import Pool, refuse_all_failed
 from megastep.rollout.stream import GroupStream, Interrupted, StreamState
@@ -205,7 +205,9 @@ class Loop:
         if demonstrations or self.run_.comes_from_another:
             self.save(self.run_.start)
         self.sync()
-        self.log.write(0, metrics | self.evaluate())
+        with waiting("held-out evaluation"):
+            metrics |= self.evaluate()
+        self.log.write(0, metrics)
 
     def sync(self) -> int:
         """The policy's weights into the engines; returns their version."""
@@ -228,12 +230,18 @@ class Loop:
             dropped += gone + old
             counts.update({"async/waited": taken.waited, "async/dropped": taken.dropped})
             wanted = self.still_wanted(kept, played)
-        every = self.config.run.rollouts_every
-        if every and self.is_due(every):
-            store.write(self.run_.rollouts(self.step), played)
+        self.keep_rollouts(played)
         metrics = rollout_metrics(played) | filter_metrics(dropped, _count(played)) | counts
         metrics |= self.ages.metrics(kept, self.stream.max_age)
         return kept, metrics | {"rollout/tokens_per_s": self.stream.tokens_per_s()}
+
+    def keep_rollouts(self, played: list[Group]) -> None:
+        """On disk: all of them now and then, and a few of the newest step for the report."""
+        settings = self.config.run
+        if settings.rollouts_every and self.is_due(settings.rollouts_every):
+            store.write(self.run_.rollouts(self.step), played)
+        if settings.report_prompts:
+            store.write(self.run_.latest_rollouts, store.without_routing(played[: settings.report_prompts]))
 
     def still_wanted(self, kept: list[Group], played: list[Group]) -> int:
         """Prompts to be played in the place of those that were dropped."""
@@ -402,8 +410,8 @@ def summary(folder: Path) -> str:
         if values:
             lines.append(f"{title:<18}{values[0]:>11.3g}{values[-1]:>11.3g}")
     saved = latest(folder / "checkpoints")
-    python = os.path.relpath(sys.executable)
+    command = os.path.relpath(Path(sys.executable).with_name("megastep"))
     return "\n".join([
-        *lines, f"metrics in {folder}/metrics.jsonl, checkpoint in {saved}",
-        f"to use it elsewhere: {python} tools/convert_ckpt.py export {saved} HF_FOLDER",
+        *lines, f"metrics: {folder}/metrics.jsonl, checkpoint: {saved}",
+        f"export to Hugging Face: {command} export {saved} HF_FOLDER",
     ])

@@ -84,11 +84,14 @@ def make_run(folder: Path, rows: list[dict], played=None, model: str = WORDS) ->
 
 
 def report(folder: Path) -> Page:
-    picture, page_path = write_report(folder)
-    with Image.open(picture) as image:
-        image.load()
-        assert image.format == "PNG" and image.width > 200 and image.height > 200
-    return Page(page_path.read_text())
+    *pictures, page_path = write_report(folder)
+    for picture in pictures:
+        with Image.open(picture) as image:
+            image.load()
+            assert image.format == "PNG" and image.width > 200 and image.height > 200
+    found = Page(page_path.read_text())
+    assert len(found.find("img")) == len(pictures) == (len(read_metrics(folder)) > 1)
+    return found
 
 
 def chase_group(tokenizers):
@@ -169,7 +172,8 @@ def test_x9_every_token_tells_what_is_known_of_it(tmp_path, tokenizers):
 def test_x9_a_model_cannot_write_html(tmp_path, tokenizers):
     ids = tokenizers[BYTES].encode(ATTACK, add_special_tokens=False)
     evil = trajectory((ids, ids), stop_reason=ATTACK, env_metrics={ATTACK: ATTACK}, rewards=[1.0])
-    folder = make_run(tmp_path / "<script>alert(0)", [{"step": 1, ATTACK: 1.0}], [group_of(evil)], BYTES)
+    rows = [{"step": 1, ATTACK: 1.0}, {"step": 2, ATTACK: 1.0}]
+    folder = make_run(tmp_path / "<script>alert(0)", rows, [group_of(evil)], BYTES)
     config = {"model": {"path": BYTES}, "env": {"name": ATTACK}, "train": "<script>"}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     found = report(folder)
@@ -249,7 +253,7 @@ def cut_rollouts(folder):
 
 DAMAGES = {
     no_metrics: "There are no metrics yet.", empty_metrics: "There are no metrics yet.", cut_line: "2 of 9",
-    one_step: "1.5 at 1", not_numbers: "nan at 4 1 not finite", no_config: "config.yaml names no model",
+    one_step: "1.5 at 1", not_numbers: "nan at 4 1 not finite", no_config: "no model is given (config.yaml)",
     model_moved: "somewhere/else: has no tokenizer", no_rollouts: "No rollouts were saved.",
     cut_rollouts: "step_3.safetensors: truncated",
 }
@@ -275,6 +279,11 @@ def test_the_newest_rollouts_are_shown(tmp_path):
     for number in (9, 10, 2):
         store.write(folder / "rollouts" / f"step_{number}.safetensors", [group_of(trajectory(([1], [2])))])
     assert "rollouts/step_10.safetensors" in report(folder).text
+    store.write(folder / "rollouts" / "latest.safetensors", [group_of(trajectory(([1], [2])))])
+    (folder / "metrics.jsonl").write_text('{"step": 10}\n')  # a file with all of that step's prompts is there
+    assert "rollouts/step_10.safetensors" in report(folder).text
+    (folder / "metrics.jsonl").write_text('{"step": 10}\n{"step": 11}\n')
+    assert "rollouts/latest.safetensors" in report(folder).text
 
 
 def test_an_evaluation_has_a_report_too(tmp_path):
@@ -285,6 +294,7 @@ def test_an_evaluation_has_a_report_too(tmp_path):
     found = report(folder)
     assert cells(found, "eval/success")[0] == "0.5 at 0" and "rollouts.safetensors" in found.text
     assert "of 9" not in found.text  # of the training that it is not
+    assert not found.find("img") and not (folder / "curves.png").exists()  # a dot is no curve
 
 
 def test_what_is_too_long_is_cut_and_says_so(tmp_path, monkeypatch):
@@ -337,7 +347,7 @@ def test_megastep_view(tmp_path, capsys):
 
 
 def test_megastep_view_refuses_what_is_no_run(tmp_path, capsys):
-    for folder in (tmp_path, tmp_path / "nowhere", Path(__file__)):
+    for folder in (tmp_path, tmp_path / "nowhere"):
         assert cli.main(["view", str(folder)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line == f"error: {folder}: not a run directory; it has neither config.yaml nor metrics.jsonl"
@@ -349,6 +359,31 @@ def test_megastep_view_refuses_what_is_no_run(tmp_path, capsys):
     (run / "config.yaml").write_text("model: [")
     with pytest.raises(ReportError, match="not readable as YAML"):
         write_report(run)
+
+
+def test_megastep_view_of_a_rollout_file(tmp_path, tokenizers, capsys):
+    file = tmp_path / "chase.safetensors"
+    store.write(file, [chase_group(tokenizers)])
+    assert cli.main(["view", str(file), "--model", WORDS]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "chase.html")]
+    found = Page((tmp_path / "chase.html").read_text())
+    assert "<think> 1 7 </think> call 7<eot>" in found.text and cells(found, "reward/mean")[0] == "0.5 at 0"
+    assert cli.main(["view", str(file)]) == 0
+    assert "no model is given (--model FOLDER): tokens are shown as ids" in Page(
+        (tmp_path / "chase.html").read_text()).text
+
+
+def test_megastep_view_refuses_what_is_no_rollout_file(tmp_path, tokenizers, capsys):
+    file = tmp_path / "chase.safetensors"
+    store.write(file, [chase_group(tokenizers)])
+    for arguments, reason in (
+        ([__file__], f"{__file__}: not a rollout file"),
+        ([file, "--model", tmp_path], f"--model {tmp_path}: "),
+        ([make_run(tmp_path / "run", ROWS), "--model", WORDS], f"--model {WORDS}: a run names its model itself"),
+    ):
+        assert cli.main(["view", *map(str, arguments)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {reason}")
 
 
 def test_megastep_view_takes_one_folder(tmp_path, capsys):

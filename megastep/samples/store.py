@@ -60,7 +60,7 @@ import json
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -120,6 +120,16 @@ def write(path: str | Path, groups: list[Group]) -> None:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def without_routing(groups: list[Group]) -> list[Group]:
+    """Copies for people to look at: routing is most of a file, and nobody reads it."""
+    return [
+        replace(group, trajectories=[
+            replace(t, steps=[replace(s, routing=None, routing_start=0) for s in t.steps]) for t in group.trajectories
+        ])
+        for group in groups
+    ]
 
 
 def _told(trajectory: Trajectory) -> str:

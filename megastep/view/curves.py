@@ -1,6 +1,6 @@
 """curves.png: the few numbers that tell how a run goes, each over the steps.
 
-A panel without a value is left out. A value that is no number leaves a gap and a red line where it was.
+A panel without a value is left out, and so is the whole picture while there is one step only: a dot is no curve. A value that is no number leaves a gap and a red line where it was.
 """
 
 import math
@@ -40,8 +40,10 @@ def series(rows: list[dict], name: str) -> Series:
     return [(step, float(value)) for step, value in found if isinstance(value, (bool, int, float))]
 
 
-def draw(rows: list[dict]) -> bytes:
-    """A PNG."""
+def draw(rows: list[dict]) -> bytes | None:
+    """A PNG; None with fewer than two steps."""
+    if len(rows) < 2:
+        return None
     from matplotlib.figure import Figure  # late and without pyplot: slow to import, and no window is wanted
 
     panels = [(panel, found) for panel in (*PANELS, _time_panel(rows)) if (found := _lines(panel, rows))]

@@ -55,13 +55,12 @@ class Played:
     problems: list[str] = field(default_factory=list)  # why something is missing
 
 
-def render(name: str, config: dict, rows: list[dict], curves_png: bytes, played: Played) -> str:
-    picture = base64.b64encode(curves_png).decode()
+def render(name: str, config: dict, rows: list[dict], curves_png: bytes | None, played: Played) -> str:
     body = [
         f"<h1>{visible(name)}</h1>",
         _facts(config, rows),
         "<h2>Metrics</h2>", *_metrics(rows),
-        "<h2>Curves</h2>", f'<img alt="curves" src="data:image/png;base64,{picture}">',
+        *_curves(curves_png),
         "<h2>Trajectories</h2>", *_trajectories(played),
     ]
     forbids = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -70,6 +69,13 @@ def render(name: str, config: dict, rows: list[dict], curves_png: bytes, played:
         f'<meta http-equiv="Content-Security-Policy" content="{forbids}">',
         f"<title>{visible(name)}</title><style>{STYLE}</style></head><body>", *body, "</body></html>\n",
     ])
+
+
+def _curves(png: bytes | None) -> list[str]:
+    if png is None:
+        return []
+    picture = base64.b64encode(png).decode()
+    return ["<h2>Curves</h2>", f'<img alt="curves" src="data:image/png;base64,{picture}">']
 
 
 def setting(config: dict, section: str, key: str):
