@@ -102,6 +102,12 @@ def export(folder, layout: dict, destination, precision: str = "fp32") -> None:
     make_worker(folder, layout, {"policy.precision": precision}).export(destination, shard_bytes=200_000)
 
 
+def fresh_tensors(folder, layout: dict, seed: int) -> dict[str, np.ndarray]:
+    """What a policy without weights in files begins with, under HF names; on rank 0."""
+    worker = make_worker(folder, layout, {"model.init": "random", "train.seed": seed})
+    return {name: tensor.numpy().copy() for name, tensor in worker.hf_tensors()}
+
+
 def save_then_go_on(folder, layout: dict, root, before: int, after: int, precision: str = "fp32", asynchronous=False):
     """Steps, a checkpoint, more steps; the metrics of the steps after the checkpoint."""
     worker = make_worker(folder, layout, {"policy.precision": precision, "checkpoint.asynchronous": asynchronous})

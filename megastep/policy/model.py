@@ -35,7 +35,8 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_model(arch: Architecture, policy: PolicyConfig) -> "list[PolicyModel]":
-    """This rank's part of the model, one PolicyModel per virtual pipeline stage.
+    """This rank's part of the model, one PolicyModel per virtual pipeline stage. Its weights hold nothing yet:
+    `live.load_hf` fills every one.
 
     Under `with torch.device("meta")` nothing is allocated, beside a GPU neither: Megatron names a device for each of
     Transformer Engine's layers, so these are not used then.
@@ -44,7 +45,7 @@ def build_model(arch: Architecture, policy: PolicyConfig) -> "list[PolicyModel]"
     on_cuda = torch.cuda.is_available() and not on_meta
     layout = policy.parallel
     inverse_frequencies, softmax_scale = _rope(arch)
-    config = transformer_config(arch, policy, softmax_scale, on_cuda, initialize=not on_meta)
+    config = transformer_config(arch, policy, softmax_scale, on_cuda, mark_shards=not on_meta)
     chunks = []
     for stage in range(layout.virtual):
         virtual_stage = stage if layout.virtual > 1 else None
@@ -117,7 +118,7 @@ def wrap_for_training(chunks: list[GPTModel], precision: str) -> list[Distribute
 
 
 def transformer_config(
-    arch: Architecture, policy: PolicyConfig, softmax_scale: float | None, on_cuda: bool, initialize: bool
+    arch: Architecture, policy: PolicyConfig, softmax_scale: float | None, on_cuda: bool, mark_shards: bool
 ) -> TransformerConfig:
     layout = policy.parallel
     dtype = PRECISIONS[policy.precision]
@@ -138,7 +139,6 @@ def transformer_config(
         add_qkv_bias=arch.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        init_method_std=arch.init_std,
         **_expert_settings(arch, policy, on_cuda),
         tensor_model_parallel_size=layout.tensor,
         sequence_parallel=layout.tensor > 1,
@@ -161,9 +161,13 @@ def transformer_config(
         # which Megatron ties to overlap, keep them in order between the same two ranks.
         overlap_p2p_comm=layout.virtual > 1,
         batch_p2p_comm=layout.virtual == 1,
-        perform_initialization=initialize,
-        # The same weights for one seed under every tensor-parallel size; slow only for large models. On the meta
-        # device it keeps Megatron from naming another one.
+        # Megatron marks a parameter as one shard of a tensor, which gradient norms need to know, where it initializes
+        # it: so that runs, and draws nothing.
+        perform_initialization=mark_shards,
+        init_method=_draw_nothing,
+        output_layer_init_method=_draw_nothing,
+        embedding_init_method=_draw_nothing,
+        # On the meta device this keeps Megatron from naming another one.
         use_cpu_initialization=not on_cuda,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=on_cuda,
@@ -171,6 +175,10 @@ def transformer_config(
         bias_dropout_fusion=on_cuda,
         apply_rope_fusion=False,
     )
+
+
+def _draw_nothing(weight: torch.Tensor) -> None:
+    pass
 
 
 def _recomputation(policy: PolicyConfig) -> dict:

@@ -28,6 +28,7 @@ from megastep.architecture import read_architecture
 from megastep.config import Config, LossConfig, OptimizerConfig
 from megastep.policy import checkpoint, parallel, replay
 from megastep.policy.batch import own_routing, prepare
+from megastep.policy.fresh_weights import FreshWeights
 from megastep.policy.loop_state import LoopState
 from megastep.policy.loss import MAXIMA, SUMS, Account, means, policy_loss, rows_on
 from megastep.policy.model import build_model, wrap_for_training
@@ -55,8 +56,9 @@ class PolicyWorker:
         policy = config.policy
         parallel.seed_everything(config.train.seed)
         chunks = build_model(self.arch, policy)
-        if config.model.init == "hf":
-            load_hf(chunks, self.arch, HFReader(config.model.path))
+        in_files = config.model.init == "hf"
+        weights = HFReader(config.model.path) if in_files else FreshWeights(self.arch, config.train.seed)
+        load_hf(chunks, self.arch, weights)
         self.replays = [replay.attach(chunk) for chunk in chunks]
         self.chunks = wrap_for_training(chunks, policy.precision)
         self._saver = checkpoint.Saver()
