@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,6 +31,7 @@ from megastep.policy.attention import FlexTrieAttention, TrieAttention
 from megastep.policy.batch import PolicyBatch
 from megastep.policy.context import gather_rows
 from megastep.policy.logprobs import VocabShard, row_logprobs
+from megastep.policy.router import PolicyRouter
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -82,6 +84,7 @@ class PolicyModel(GPTModel):
             attention_mask=None,
             rotary_pos_emb=frequencies[batch.position],
             packed_seq_params=batch.attention,
+            padding_mask=batch.padding,
         )
         if not self.post_process:
             return hidden
@@ -200,7 +203,7 @@ def _expert_settings(arch: Architecture, policy: PolicyConfig, on_cuda: bool) ->
         moe_layer_freq=[int(has) for has in arch.experts.layers],
         # Softmax over the chosen logits equals softmax over all, renormalized over the chosen.
         moe_router_pre_softmax=not arch.experts.normalize_top_k,
-        # The worker scales the coefficients to the mini-batch before each update.
+        # The worker divides the coefficients by the tokens of the mini-batch before each update (router.py).
         moe_router_load_balancing_type="aux_loss" if policy.router_balance > 0 else "none",
         moe_aux_loss_coeff=policy.router_balance,
         moe_z_loss_coeff=policy.router_z or None,
@@ -227,6 +230,7 @@ def layer_spec(config: TransformerConfig, virtual_stage: int | None, on_cuda: bo
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=virtual_stage)
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = FlexTrieAttention
+            _set_router(layer)
         return spec
     moe_layers = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     specs = [_cpu_layer(config, config.num_moe_experts if moe else None) for moe in moe_layers]
@@ -249,7 +253,14 @@ def _cpu_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     layer.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if experts is None:
         layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    _set_router(spec)
     return spec
+
+
+def _set_router(layer: ModuleSpec) -> None:
+    mlp = layer.submodules.mlp.submodules
+    if isinstance(mlp, MoESubmodules):
+        mlp.router = PolicyRouter
 
 
 class RMSNorm(torch.nn.Module):
