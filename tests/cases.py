@@ -334,17 +334,17 @@ def _weights_and_adam(worker) -> tuple[list, list]:
 
 def learning_rates(folder, root, schedules: list[tuple[dict, int, int]]) -> list[tuple[list, list]]:
     """For each schedule: what the updates say their learning rate is, and how far the weights moved, which is just
-    that without momentum; the updates from the `resume`-th on are another worker's, which loads a checkpoint."""
+    that without momentum. After `resume` updates, unless that is 0, an optimizer anew and a checkpoint."""
     results = []
     worker = make_worker(folder, {}, {"optimizer.betas": [0.0, 0.0], "optimizer.eps": 1e-12})
     for number, (settings, steps, resume) in enumerate(schedules):
         optimizer = replace(worker.config.optimizer, **settings)
-        worker.begin(optimizer, worker.config.loss, steps)
+        worker.begin(optimizer, worker.config.policy_loss, steps)
         rates, moved = [], []
         for n in range(steps):
-            if n == resume:
+            if n == resume > 0:
                 worker.save(f"{root}/{number}", LoopState(n))
-                worker.begin(optimizer, worker.config.loss, steps)
+                worker.begin(optimizer, worker.config.policy_loss, steps)
                 worker.load(f"{root}/{number}/step_{n}")
             before = [p.detach().clone() for p in worker._parameters()]
             rates.append(next_token_step(worker)["lr"])
@@ -353,9 +353,9 @@ def learning_rates(folder, root, schedules: list[tuple[dict, int, int]]) -> list
     return results
 
 
-def weights_that_overflow(folder, layout: dict) -> str:
+def weights_that_overflow(folder, layout: dict, settings: dict) -> str:
     """An update by more than a weight can hold."""
-    worker = make_worker(folder, layout, {"optimizer.lr": 1e39})
+    worker = make_worker(folder, layout, settings)
     return _error_of(lambda: next_token_step(worker))
 
 
