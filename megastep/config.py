@@ -154,8 +154,8 @@ class AsyncConfig:
 class OptimizerConfig:
     lr: float = 1e-6
     schedule: str = "constant"  # constant | linear | cosine, after the warm-up
-    warmup_steps: int = 0
-    min_lr: float = 0.0  # where linear and cosine end
+    warmup_steps: int = 0  # optimizer steps, the last of which has lr
+    min_lr: float = 0.0  # where linear and cosine would be one step after the last
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -223,7 +223,7 @@ class WarmStartConfig:
     trajectories: int = 0  # 0: none
     epochs: int = 1
     batch: int = 64  # trajectories per optimizer step
-    lr: float = 1e-4  # decays to 0
+    lr: float = 1e-4  # of the first optimizer step; falls linearly, and would be 0 one step after the last
 
     @property
     def optimizer_steps(self) -> int:

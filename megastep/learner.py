@@ -64,8 +64,9 @@ class Learner:
             if update.skipped is not None:
                 self.tell(f"an optimizer step was left out: {update.skipped}")
         per_mini_batch = [update.metrics | metrics for update, (_, metrics) in zip(updates, laid_out, strict=True)]
-        return over_mini_batches(per_mini_batch) | {
-            "train/optimizer_steps": len(updates),
+        metrics = over_mini_batches(per_mini_batch)
+        return metrics | {
+            "train/optimizer_steps": len(updates) - metrics["train/empty_mini_batches"],
             "time/layout_s": laid_out_at - begun,
             "time/update_s": time.perf_counter() - laid_out_at,
         }

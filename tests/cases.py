@@ -1,6 +1,7 @@
 """What test ranks run. Each function builds its policy under the layout it is given."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from megastep.policy.loop_state import LoopState
 from megastep.policy.replay import ReplayError
 from megastep.policy.worker import PolicyWorker
 from megastep.samples import lay_out
+from megastep.samples.packing import join
 from megastep.sync.hf_files import HFReader
-from megastep.types import Sample
+from megastep.types import Sample, TrainingError
 from tests import ranks
 from tests.models import some_tokens
 from tests.policy import updates as update_rollouts
@@ -100,6 +102,12 @@ def tied_copies(folder, layout: dict, steps: int):
 
 def export(folder, layout: dict, destination, precision: str = "fp32") -> None:
     make_worker(folder, layout, {"policy.precision": precision}).export(destination, shard_bytes=200_000)
+
+
+def fresh_tensors(folder, layout: dict, seed: int) -> dict[str, np.ndarray]:
+    """What a policy without weights in files begins with, under HF names; on rank 0."""
+    worker = make_worker(folder, layout, {"model.init": "random", "train.seed": seed})
+    return {name: tensor.numpy().copy() for name, tensor in worker.hf_tensors()}
 
 
 def save_then_go_on(folder, layout: dict, root, before: int, after: int, precision: str = "fp32", asynchronous=False):
@@ -277,18 +285,96 @@ def bad_then_good_update(folder, layout: dict, trouble: str) -> tuple:
     return bad.skipped, bad.metrics["train/skipped"], unchanged, changed, good.skipped
 
 
-def router_loss_gradients(folder, layout: dict) -> list[np.ndarray]:
-    """Gradient of the first router from one micro-batch, from the same one twice, and without router losses."""
-    found = []
-    worker = make_worker(folder, layout, {"policy.router_balance": 0.1, "policy.router_z": 0.1, "optimizer.lr": 0.0})
-    (batch,) = batches_of(worker, update_rollouts.make_groups(replay=False))
-    batch.trie.loss.weight[:] = 0  # of the policy's own loss nothing
-    for batches, scale in (([batch], 1.0), ([batch, batch], 1.0), ([batch], 0.0)):
-        worker.config.policy.router_balance = worker.config.policy.router_z = 0.1 * scale or 1e-12
-        worker.update(batches)
-        router = next(p for n, p in worker.chunks[0].named_parameters() if n.endswith("router.weight"))
-        found.append(router.main_grad.numpy().copy())
-    return found
+def router_loss_gradients(folder, layout: dict, align: int, fillers: int, settings: dict = {}) -> dict[str, np.ndarray]:
+    """Of router losses alone, by HF name: from some_tokens in one micro-batch, which is the first data rank's, and
+    fillers. Adam with such an eps subtracts the gradient as it is."""
+    of_routers = {"policy.router_balance": 0.3, "policy.router_z": 0.02}
+    adam = {"optimizer.lr": 1e5, "optimizer.eps": 1e5, "optimizer.clip_grad": 0.0}
+    worker = make_worker(folder, layout, {**of_routers, **adam, **settings})
+    tokens = some_tokens().numpy().astype(np.int32)
+    samples = [Sample(step(0, t[:1], t[1:]), i, 0, advantage=1.0, weight=0.0) for i, t in enumerate(tokens)]
+    [[real]], _ = lay_out(samples, ranks=1, budget_tokens=128, align_tokens=align, layout="flat")
+    batches = [join([], align, None) for _ in range(1 + fillers)]
+    if parallel.place().data == 0:
+        batches[0] = real
+    before = {name: tensor.numpy().copy() for name, tensor in worker.hf_tensors()}
+    assert worker.update(batches).skipped is None
+    return {name: before[name] - tensor.numpy() for name, tensor in worker.hf_tensors()}
+
+
+def empty_update(folder, layout: dict) -> dict:
+    """A mini-batch that trains, one without a trained token, and one of which the first data rank has all."""
+    worker = make_worker(folder, layout, {"loss.kind": "reinforce", "loss.kl": 0.1, "optimizer.schedule": "linear",
+                                          "policy.router_z": 0.1})
+    worker.begin(worker.config.optimizer, worker.config.policy_loss, optimizer_steps=4)
+    align = worker.config.policy.parallel.tensor
+    groups = update_rollouts.make_groups(replay=False)
+    real = update_rollouts.micro_batches(groups, 1, 4096, "trie", align)[0]
+    fillers = [join([], align, None) for _ in real]
+    mine = real if parallel.place().data == 0 else fillers
+    trains = worker.learn([mine])[0]
+    weights, adam = _weights_and_adam(worker)
+    empty = worker.learn([fillers])[0]
+    weights_then, adam_then = _weights_and_adam(worker)
+    trains_again = worker.learn([mine])[0]
+    return {
+        "metrics": [trains.metrics, empty.metrics, trains_again.metrics],
+        "skipped": empty.skipped,
+        "unchanged": all(map(torch.equal, weights, weights_then)) and all(map(torch.equal, adam, adam_then)),
+        "changed_again": not all(map(torch.equal, weights, _weights_and_adam(worker)[0])),
+        "steps": worker.step,
+    }
+
+
+def _weights_and_adam(worker) -> tuple[list, list]:
+    states = [s for part in worker.optimizer.chained_optimizers for s in part.optimizer.state.values()]
+    adam = [value.clone() for state in states for value in state.values()]
+    return [p.detach().clone() for p in worker._parameters()], adam
+
+
+def learning_rates(folder, root, schedules: list[tuple[dict, int, int]]) -> list[tuple[list, list]]:
+    """For each schedule: what the updates say their learning rate is, and how far the weights moved, which is just
+    that without momentum. After `resume` updates, unless that is 0, an optimizer anew and a checkpoint."""
+    results = []
+    worker = make_worker(folder, {}, {"optimizer.betas": [0.0, 0.0], "optimizer.eps": 1e-12})
+    for number, (settings, steps, resume) in enumerate(schedules):
+        optimizer = replace(worker.config.optimizer, **settings)
+        worker.begin(optimizer, worker.config.policy_loss, steps)
+        rates, moved = [], []
+        for n in range(steps):
+            if n == resume > 0:
+                worker.save(f"{root}/{number}", LoopState(n))
+                worker.begin(optimizer, worker.config.policy_loss, steps)
+                worker.load(f"{root}/{number}/step_{n}")
+            before = [p.detach().clone() for p in worker._parameters()]
+            rates.append(next_token_step(worker)["lr"])
+            moved.append(max((p - b).abs().max().item() for p, b in zip(worker._parameters(), before)))
+        results.append((rates, moved))
+    return results
+
+
+def weights_that_overflow(folder, layout: dict, settings: dict) -> str:
+    """An update by more than a weight can hold."""
+    worker = make_worker(folder, layout, settings)
+    return _error_of(lambda: next_token_step(worker))
+
+
+def saved_with_a_bad_weight(folder, layout: dict, root, bad_rank: int, value: float) -> list[str]:
+    """One element of one rank is not finite: what a checkpoint and an export say."""
+    worker = make_worker(folder, layout)
+    if parallel.place().rank == bad_rank:
+        name, weight = [(n, p) for n, p in worker.chunks[-1].named_parameters() if "linear_proj.weight" in n][-1]
+        weight.detach().view(-1)[5] = value
+    return [_error_of(lambda: worker.save(root / "checkpoints", LoopState(3))),
+            _error_of(lambda: worker.export(root / "exported"))]
+
+
+def _error_of(action) -> str:
+    try:
+        action()
+    except TrainingError as error:
+        return str(error)
+    return "no error"
 
 
 def attach_to_fused_router(folder) -> str:

@@ -54,7 +54,9 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from megastep.config import Config
 from megastep.policy import attention, batch, model, parallel, worker
+from megastep.policy.fresh_weights import FreshWeights
 from megastep.samples import lay_out, make_samples
+from megastep.sync.live import load_hf
 from megastep.types import Group, LossTable, MicroBatch, Step, Trajectory, Trie
 
 # prompts; turns, samples; tokens of prompt, thinking, answer, observation
@@ -382,6 +384,7 @@ def bare_megatron(policy, tokens: torch.Tensor):
         chunks = model.build_model(policy.arch, policy.config.policy)
     finally:
         model.TrieAttention, model.PolicyModel = own, policy_model
+    load_hf(chunks, policy.arch, FreshWeights(policy.arch, seed=0))
     chunks = model.wrap_for_training(chunks, "fp32")
     chunks[0].module.config.finalize_model_grads_func = worker._finalize_sums
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)

@@ -17,6 +17,7 @@ ROPE_STEP = 1024  # rotary tables are made for multiples of this, and cached
 @dataclass
 class PolicyBatch:
     tokens: Tensor  # [1, T]
+    padding: Tensor  # [1, T/tp] bool: of the tokens that this rank's routers see, those that are padding
     position: Tensor  # [T] for the rotary embedding; with context parallelism that of all ranks' tokens
     rope_tokens: int  # more than any position
     attention: TrieParams
@@ -32,17 +33,20 @@ def prepare(micro_batch: MicroBatch, groups: int, has_head: bool, kept_rows: int
     """groups: query heads per key head; kept_rows: see logprobs.py."""
     trie, device = micro_batch.trie, parallel.device()
     tokens, position, loss, table_rows = trie.tokens, trie.position, trie.loss, None
+    padding = np.arange(len(trie)) >= micro_batch.real_tokens
     if parallel.place().context_size == 1:
         attention = trie_params(trie, groups, device)
     else:
         own = _own_tokens(trie)
         tokens, position = context.taken(tokens, own.take, padding=0), own.position
+        padding = context.taken(padding, own.take, padding=True)
         attention = packed(own.starts, device, own.padded_starts)
         rows, at = context.rows_here(loss.src, own.take)
         loss = loss.take(rows)
         loss.src, table_rows = at, torch.from_numpy(rows).to(device)
     return PolicyBatch(
         tokens=torch.from_numpy(tokens).to(device, torch.int64).unsqueeze(0),
+        padding=torch.from_numpy(parallel.own_stretch(padding)).to(device).unsqueeze(0),
         position=torch.from_numpy(position).to(device, torch.int64),
         rope_tokens=(int(position.max()) // ROPE_STEP + 1) * ROPE_STEP,
         attention=attention,

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,12 +31,14 @@ from megastep.policy.attention import FlexTrieAttention, TrieAttention
 from megastep.policy.batch import PolicyBatch
 from megastep.policy.context import gather_rows
 from megastep.policy.logprobs import VocabShard, row_logprobs
+from megastep.policy.router import PolicyRouter
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_model(arch: Architecture, policy: PolicyConfig) -> "list[PolicyModel]":
-    """This rank's part of the model, one PolicyModel per virtual pipeline stage.
+    """This rank's part of the model, one PolicyModel per virtual pipeline stage. Its weights hold nothing yet:
+    `live.load_hf` fills every one.
 
     Under `with torch.device("meta")` nothing is allocated, beside a GPU neither: Megatron names a device for each of
     Transformer Engine's layers, so these are not used then.
@@ -44,7 +47,7 @@ def build_model(arch: Architecture, policy: PolicyConfig) -> "list[PolicyModel]"
     on_cuda = torch.cuda.is_available() and not on_meta
     layout = policy.parallel
     inverse_frequencies, softmax_scale = _rope(arch)
-    config = transformer_config(arch, policy, softmax_scale, on_cuda, initialize=not on_meta)
+    config = transformer_config(arch, policy, softmax_scale, on_cuda, mark_shards=not on_meta)
     chunks = []
     for stage in range(layout.virtual):
         virtual_stage = stage if layout.virtual > 1 else None
@@ -81,6 +84,7 @@ class PolicyModel(GPTModel):
             attention_mask=None,
             rotary_pos_emb=frequencies[batch.position],
             packed_seq_params=batch.attention,
+            padding_mask=batch.padding,
         )
         if not self.post_process:
             return hidden
@@ -117,7 +121,7 @@ def wrap_for_training(chunks: list[GPTModel], precision: str) -> list[Distribute
 
 
 def transformer_config(
-    arch: Architecture, policy: PolicyConfig, softmax_scale: float | None, on_cuda: bool, initialize: bool
+    arch: Architecture, policy: PolicyConfig, softmax_scale: float | None, on_cuda: bool, mark_shards: bool
 ) -> TransformerConfig:
     layout = policy.parallel
     dtype = PRECISIONS[policy.precision]
@@ -138,7 +142,6 @@ def transformer_config(
         add_qkv_bias=arch.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        init_method_std=arch.init_std,
         **_expert_settings(arch, policy, on_cuda),
         tensor_model_parallel_size=layout.tensor,
         sequence_parallel=layout.tensor > 1,
@@ -161,9 +164,13 @@ def transformer_config(
         # which Megatron ties to overlap, keep them in order between the same two ranks.
         overlap_p2p_comm=layout.virtual > 1,
         batch_p2p_comm=layout.virtual == 1,
-        perform_initialization=initialize,
-        # The same weights for one seed under every tensor-parallel size; slow only for large models. On the meta
-        # device it keeps Megatron from naming another one.
+        # Megatron marks a parameter as one shard of a tensor, which gradient norms need to know, where it initializes
+        # it: so that runs, and draws nothing.
+        perform_initialization=mark_shards,
+        init_method=_draw_nothing,
+        output_layer_init_method=_draw_nothing,
+        embedding_init_method=_draw_nothing,
+        # On the meta device this keeps Megatron from naming another one.
         use_cpu_initialization=not on_cuda,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=on_cuda,
@@ -171,6 +178,10 @@ def transformer_config(
         bias_dropout_fusion=on_cuda,
         apply_rope_fusion=False,
     )
+
+
+def _draw_nothing(weight: torch.Tensor) -> None:
+    pass
 
 
 def _recomputation(policy: PolicyConfig) -> dict:
@@ -192,7 +203,7 @@ def _expert_settings(arch: Architecture, policy: PolicyConfig, on_cuda: bool) ->
         moe_layer_freq=[int(has) for has in arch.experts.layers],
         # Softmax over the chosen logits equals softmax over all, renormalized over the chosen.
         moe_router_pre_softmax=not arch.experts.normalize_top_k,
-        # The worker scales the coefficients to the mini-batch before each update.
+        # The worker divides the coefficients by the tokens of the mini-batch before each update (router.py).
         moe_router_load_balancing_type="aux_loss" if policy.router_balance > 0 else "none",
         moe_aux_loss_coeff=policy.router_balance,
         moe_z_loss_coeff=policy.router_z or None,
@@ -219,6 +230,7 @@ def layer_spec(config: TransformerConfig, virtual_stage: int | None, on_cuda: bo
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=virtual_stage)
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = FlexTrieAttention
+            _set_router(layer)
         return spec
     moe_layers = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     specs = [_cpu_layer(config, config.num_moe_experts if moe else None) for moe in moe_layers]
@@ -241,7 +253,14 @@ def _cpu_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     layer.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if experts is None:
         layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    _set_router(spec)
     return spec
+
+
+def _set_router(layer: ModuleSpec) -> None:
+    mlp = layer.submodules.mlp.submodules
+    if isinstance(mlp, MoESubmodules):
+        mlp.router = PolicyRouter
 
 
 class RMSNorm(torch.nn.Module):

@@ -1,5 +1,11 @@
 """Megatron's distributed Adam and its learning-rate schedule.
 
+Update n of N has, with a warm-up of w updates (0 is the same as 1: there is nothing to warm up):
+
+    n <= w                lr × n / w                  lr at the end of the warm-up
+    constant              lr
+    linear, cosine        from lr at n = w towards min_lr at n = N + 1, so the last update is still above it
+
 Megatron takes FusedAdam from Transformer Engine or apex where one is installed, torch's AdamW otherwise. With
 `offload_fraction` a hybrid of both works: torch's AdamW on the CPU for that part of the parameters.
 """
@@ -49,8 +55,8 @@ def build_optimizer(
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr,
-        lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=total_steps,
+        lr_warmup_steps=max(config.warmup_steps, 1),
+        lr_decay_steps=total_steps + 1,
         lr_decay_style=config.schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

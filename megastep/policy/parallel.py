@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -129,6 +130,13 @@ def place() -> Place:
         context=mpu.get_context_parallel_rank(),
         context_size=mpu.get_context_parallel_world_size(),
     )
+
+
+def own_stretch(column: np.ndarray) -> np.ndarray:
+    """Of a column of tokens, those that this rank has between attention and experts: sequence parallelism."""
+    where = place()
+    tokens = len(column) // where.tensor_size
+    return column[where.tensor * tokens : (where.tensor + 1) * tokens]
 
 
 def device() -> torch.device:

@@ -96,9 +96,7 @@ def give(layers: list[LayerReplay], routing: np.ndarray, first_layer: int) -> No
 
     routing [T, layers of the chunk, K], -1 where the live router decides.
     """
-    place = parallel.place()
-    stretch = len(routing) // place.tensor_size  # sequence parallelism: routers see this rank's part
-    mine = routing[place.tensor * stretch : (place.tensor + 1) * stretch]
+    mine = parallel.own_stretch(routing)
     for layer in layers:
         experts = torch.from_numpy(mine[:, layer.layer - first_layer].astype(np.int64))
         layer.give(experts.to(parallel.device()))

@@ -5,7 +5,8 @@ A mini-batch is one optimizer step:
 
     remember_old          logprobs of the policy as it is, into the loss tables     where the loss needs them
     remember_reference    the same of the initial model
-    update                forward and backward over the micro-batches, then the step, unless something is not finite
+    update                forward and backward over the micro-batches, then the step, unless something is not finite;
+                          nothing of it for a mini-batch without a trained token
 
 `learn` does all three for the mini-batches of a batch.
 """
@@ -28,13 +29,14 @@ from megastep.architecture import read_architecture
 from megastep.config import Config, LossConfig, OptimizerConfig
 from megastep.policy import checkpoint, parallel, replay
 from megastep.policy.batch import own_routing, prepare
+from megastep.policy.fresh_weights import FreshWeights
 from megastep.policy.loop_state import LoopState
 from megastep.policy.loss import MAXIMA, SUMS, Account, means, policy_loss, rows_on
 from megastep.policy.model import build_model, wrap_for_training
 from megastep.policy.optimizer import build_optimizer
 from megastep.sync.hf_files import HFReader, copy_companions, write_shards, written_beside
-from megastep.sync.live import export_hf, load_hf
-from megastep.types import MicroBatch
+from megastep.sync.live import export_hf, global_name, load_hf
+from megastep.types import FILLER, MicroBatch, TrainingError
 
 
 @dataclass
@@ -55,8 +57,9 @@ class PolicyWorker:
         policy = config.policy
         parallel.seed_everything(config.train.seed)
         chunks = build_model(self.arch, policy)
-        if config.model.init == "hf":
-            load_hf(chunks, self.arch, HFReader(config.model.path))
+        in_files = config.model.init == "hf"
+        weights = HFReader(config.model.path) if in_files else FreshWeights(self.arch, config.train.seed)
+        load_hf(chunks, self.arch, weights)
         self.replays = [replay.attach(chunk) for chunk in chunks]
         self.chunks = wrap_for_training(chunks, policy.precision)
         self._saver = checkpoint.Saver()
@@ -88,20 +91,36 @@ class PolicyWorker:
 
     def update(self, micro_batches: list[MicroBatch]) -> Update:
         """One optimizer step on this data-parallel rank's part of a mini-batch."""
-        self._scale_router_losses(micro_batches)
+        self.step += 1
+        # Before the update, and for every mini-batch, whether it ends in one or not: the schedule ends with the run.
+        self.scheduler.step(1)
+        rate = {"train/lr": self.optimizer.param_groups[0]["lr"]}
+        tokens, trained = self._count(micro_batches)
+        if trained == 0:  # no gradient, and Adam's momentum alone would move the weights
+            return Update(rate | {"train/tokens_trained": 0.0, "train/empty_mini_batches": 1.0})
+        self._scale_router_losses(tokens)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         accounts = self._run(micro_batches, self._loss)
-        metrics = _metrics(accounts) | self._agreement()
+        metrics = rate | _metrics(accounts) | self._agreement()
         bad = self._not_finite(micro_batches, accounts)
-        self.scheduler.step(1)  # before the update: the first one has a learning rate above 0
         if bad is None:
             _, metrics["train/grad_norm"], _ = self.optimizer.step()
-        self.step += 1
-        metrics["train/lr"] = self.optimizer.param_groups[0]["lr"]
+            self._check_weights(f"optimizer step {self.step}")
         metrics["train/skipped"] = float(bad is not None)
+        metrics["train/empty_mini_batches"] = 0.0
         return Update(metrics, bad)
+
+    def _count(self, micro_batches: list[MicroBatch]) -> tuple[int, int]:
+        """Tokens of the mini-batch without padding, and those that are trained; the same on every rank."""
+        tokens = sum(m.real_tokens for m in micro_batches)
+        trained = sum(np.count_nonzero(m.trie.loss.group != FILLER) for m in micro_batches)
+        counts = torch.tensor([tokens, trained], device=parallel.device())
+        dist.all_reduce(counts, group=parallel.data_group())
+        # Context-parallel ranks, which are in that group, have the same micro-batches.
+        tokens, trained = (counts // parallel.place().context_size).tolist()
+        return tokens, trained
 
     def remember_old(self, micro_batches: list[MicroBatch]) -> None:
         """Fill `old_logprob` of the loss tables, where the head is, with the policy's logprobs as it is now."""
@@ -165,18 +184,11 @@ class PolicyWorker:
         loss, account = policy_loss(self.loss, *output, rows)
         return loss, torch.tensor(1, dtype=torch.int, device=loss.device), account
 
-    def _scale_router_losses(self, micro_batches: list[MicroBatch]) -> None:
-        """Megatron multiplies a rank's part of them by its tokens, for a division by all tokens that we do not make;
-        the parts of a micro-batch add up over the tensor and context ranks that share its tokens."""
+    def _scale_router_losses(self, tokens: int) -> None:
+        """Coefficients per token of the mini-batch, as router.py takes them."""
         policy = self.config.policy
-        if policy.router_balance == policy.router_z == 0:
-            return
-        place = parallel.place()
-        tokens = torch.tensor(float(sum(len(m.trie) for m in micro_batches)), device=parallel.device())
-        dist.all_reduce(tokens, group=parallel.data_group())  # of data and context ranks
-        share = place.tensor_size * place.context_size**2 / tokens.item()
-        self._megatron.moe_aux_loss_coeff = policy.router_balance * share
-        self._megatron.moe_z_loss_coeff = policy.router_z * share if policy.router_z else None
+        self._megatron.moe_aux_loss_coeff = policy.router_balance / tokens
+        self._megatron.moe_z_loss_coeff = policy.router_z / tokens
 
     def _agreement(self) -> dict[str, float]:
         """How often the live routers would have chosen the replayed experts; raises where it cannot be so seldom."""
@@ -200,16 +212,29 @@ class PolicyWorker:
         dist.all_reduce(trouble)
         if trouble.item() == 0:
             return None
-        lists: list = [None] * parallel.place().world
-        dist.all_gather_object(lists, mine or self._bad_gradients())
         # Losses before gradients: they are the cause.
-        found = sorted(dict.fromkeys(name for names in lists for name in names), key=lambda n: n.startswith("gradient"))
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        return f"gradient norm {norm}; not finite: {'; '.join(found[:5])}{more}"
+        found = sorted(_of_all_ranks(mine or self._bad_gradients()), key=lambda n: n.startswith("gradient"))
+        return f"gradient norm {norm}; not finite: {_some_of(found)}"
 
     def _bad_gradients(self) -> list[str]:
         named = [(n, p) for chunk in self.chunks for n, p in chunk.named_parameters()]
         return [f"gradient of {n}" for n, p in named if not p.main_grad.isfinite().all()]
+
+    def _check_weights(self, after: str) -> None:
+        """Raise on every rank if a weight of any rank is not finite: such a policy is neither used nor saved."""
+        bad = self._bad_weights()
+        trouble = torch.tensor(float(bool(bad)), device=parallel.device())
+        dist.all_reduce(trouble)
+        if trouble.item() > 0:
+            raise TrainingError(f"after {after} weights are not finite: {_some_of(_of_all_ranks(bad))}; lower "
+                                f"optimizer.lr = {self.config.optimizer.lr:g}")
+
+    def _bad_weights(self) -> list[str]:
+        """This rank's, by their names in the whole model. A norm is finite if all elements are, and needs no copy."""
+        named = [(chunk, name, p.detach()) for chunk in self.chunks for name, p in chunk.named_parameters()]
+        largest = torch.stack([torch.linalg.vector_norm(p, math.inf).float() for _, _, p in named])
+        finite = largest.isfinite().tolist()
+        return [global_name(name, chunk, self.arch) for (chunk, name, _), ok in zip(named, finite) if not ok]
 
     def _parameters(self) -> list[Tensor]:
         return [p for chunk in self.chunks for p in chunk.parameters()]
@@ -251,6 +276,7 @@ class PolicyWorker:
 
     def save(self, root: str | Path, loop: LoopState) -> None:
         """Write `root/step_N`; with `checkpoint.asynchronous` the files are written while training goes on."""
+        self._check_weights(f"step {loop.step}, which was to be saved,")
         settings = self.config.checkpoint
         self._saver.save(root, self, loop, keep=settings.keep, in_background=settings.asynchronous)
 
@@ -270,6 +296,7 @@ class PolicyWorker:
 
     def export(self, destination: str | Path, shard_bytes: int = 5 * 10**9) -> None:
         """Write a Hugging Face folder, with the config and tokenizer of `model.path`."""
+        self._check_weights(f"optimizer step {self.step}")
         if parallel.place().rank != 0:
             for _ in self.hf_tensors():
                 pass
@@ -298,6 +325,18 @@ def _metrics(accounts: list[Account]) -> dict[str, float]:
     dist.all_reduce(sums)
     dist.all_reduce(maxima, dist.ReduceOp.MAX)
     return means(dict(zip(SUMS, sums.tolist())), dict(zip(MAXIMA, maxima.tolist())))
+
+
+def _of_all_ranks(names: list[str]) -> list[str]:
+    """Each once."""
+    lists: list = [None] * parallel.place().world
+    dist.all_gather_object(lists, names)
+    return list(dict.fromkeys(name for names in lists for name in names))
+
+
+def _some_of(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return "; ".join(names[:5]) + more
 
 
 def _bad_rows(micro_batches: list[MicroBatch], accounts: list[Account]) -> list[str]:

@@ -106,7 +106,7 @@ def layout_metrics(report: FoldReport, micro_batches: list[list[MicroBatch]], bu
 
 _COUNTS = ("train/sequences_before_merge", "train/sequences_after_merge", "train/tokens_before_merge",
            "train/tokens_distinct", "train/tokens_computed", "train/tokens_trained", "train/micro_batches",
-           "train/fillers")
+           "train/fillers", "train/empty_mini_batches")
 
 
 def over_mini_batches(metrics: list[dict[str, float]]) -> dict[str, float]:

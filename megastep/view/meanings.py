@@ -62,7 +62,8 @@ MEANINGS = {
     # the update
     "warm_start/loss": "loss of the last optimizer step on demonstrations, before the first rollout",
     "train/loss": "the weighted sum that was minimised, before the update",
-    "train/optimizer_steps": "updates of the weights in this step, one for each mini-batch",
+    "train/optimizer_steps": "optimizer steps in this step, one for each mini-batch with a trained token",
+    "train/empty_mini_batches": "mini-batches without a trained token, which make no optimizer step",
     "train/grad_norm": "norm of the whole gradient before clipping",
     "train/lr": "learning rate of the update",
     "train/skipped": "share of the optimizer steps that were left out because a loss or gradient was not finite",

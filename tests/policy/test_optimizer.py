@@ -1,11 +1,14 @@
-"""What can be said about an offloaded optimizer without a GPU: Megatron's hybrid one, its streams left out."""
+"""Learning rates; and what can be said about an offloaded optimizer without a GPU: Megatron's hybrid one, its streams
+left out."""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from megastep.policy.optimizer import _allocate_adam_state
+from tests import cases
 
 
 def test_x8_an_offloaded_optimizer_can_be_saved_and_loaded_before_its_first_step(monkeypatch):
@@ -20,3 +23,39 @@ def test_x8_an_offloaded_optimizer_can_be_saved_and_loaded_before_its_first_step
     state = hybrid.state[weight]
     assert set(state) == {"step", "exp_avg", "exp_avg_sq", "master_param"}
     assert state["master_param"].dtype == torch.float32 and state["master_param"].tolist() == [2.0] * 4
+
+
+LR = 0.01
+SCHEDULES = {  # schedule, warm-up, min_lr: the learning rates of the updates, by hand
+    ("constant", 0, 0.0): [0.01, 0.01, 0.01, 0.01],
+    ("linear", 0, 0.0): [0.01, 0.0075, 0.005, 0.0025],
+    ("linear", 0, 0.002): [0.01, 0.008, 0.006, 0.004],
+    ("linear", 1, 0.0): [0.01, 0.0075, 0.005, 0.0025],
+    ("cosine", 0, 0.0): [0.01, 0.01 * (2 + 2**0.5) / 4, 0.005, 0.01 * (2 - 2**0.5) / 4],
+    ("cosine", 0, 0.002): [0.01, 0.002 + 0.008 * (2 + 2**0.5) / 4, 0.006, 0.002 + 0.008 * (2 - 2**0.5) / 4],
+    ("constant", 2, 0.0): [0.005, 0.01, 0.01, 0.01],
+    ("linear", 2, 0.0): [0.005, 0.01, 0.01 * 2 / 3, 0.01 / 3],
+    ("cosine", 2, 0.0): [0.005, 0.01, 0.0075, 0.0025],
+    ("linear", 3, 0.001): [0.01 / 3, 0.02 / 3, 0.01, 0.0055],
+}
+
+
+RESUMED = {("constant", 2, 0.0): 1, ("linear", 0, 0.0): 2, ("cosine", 2, 0.0): 3}  # after so many updates
+RUNS = [(key, 0) for key in SCHEDULES] + list(RESUMED.items())
+
+
+@pytest.fixture(scope="module")
+def rates_and_moves(ranks, models, tmp_path_factory) -> dict:
+    wanted = [({"lr": LR, "schedule": s, "warmup_steps": w, "min_lr": low}, 4, resume) for (s, w, low), resume in RUNS]
+    root = tmp_path_factory.mktemp("rates")
+    results = ranks(1).run(cases.learning_rates, folder=models("llama")[0], root=str(root), schedules=wanted)[0]
+    return dict(zip(RUNS, results, strict=True))
+
+
+@pytest.mark.parametrize("schedule, resumed", RUNS, ids=str)
+def test_a9_every_update_has_its_learning_rate(schedule, resumed, rates_and_moves):
+    """The first after the warm-up has all of it, the last is above min_lr, a resumed run goes on where it was; and
+    Adam moves the weights by just that."""
+    rates, moves = rates_and_moves[schedule, resumed]
+    assert rates == pytest.approx(SCHEDULES[schedule], rel=1e-9)
+    assert moves == pytest.approx(SCHEDULES[schedule], rel=1e-4)

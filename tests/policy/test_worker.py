@@ -1,4 +1,6 @@
-"""The worker: old and reference logprobs, steps that are not applied, router losses, temperature."""
+"""The worker: old and reference logprobs, steps that are not applied or end the run, temperature."""
+
+import math
 
 import numpy as np
 import pytest
@@ -78,15 +80,40 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(layout, trouble, named, 
         assert then_changed and then_skipped is None
 
 
-def test_router_losses_depend_on_neither_micro_batches_nor_tensor_parallelism(ranks, models):
-    """Their coefficients are per token: twice the same micro-batch weighs as much as once, on two ranks as on one."""
+def test_a10_a_mini_batch_without_a_trained_token_makes_no_step(ranks, models):
+    """Adam's momentum would move the weights. The schedule goes on: it counts mini-batches."""
     folder, _ = models(MODEL)
-    once, twice, off = ranks(1).run(cases.router_loss_gradients, folder=folder, layout={})[0]
-    np.testing.assert_allclose(twice, once, rtol=1e-4)
-    assert np.abs(once - off).max() > 1e-6
-    split, _, _ = ranks(2).run(cases.router_loss_gradients, folder=folder, layout=dict(tensor=2))[0]
-    # Not the same: two ranks pad the micro-batch, and routers see the padding.
-    assert np.linalg.norm(split - once) < 0.05 * np.linalg.norm(once)
+    for world, layout in [(1, {}), (2, dict(expert=2)), (2, dict(pipeline=2))]:
+        for result in ranks(world).run(cases.empty_update, folder=folder, layout=layout):
+            trains, empty, trains_again = result["metrics"]
+            assert result["unchanged"] and result["changed_again"] and result["skipped"] is None
+            assert result["steps"] == 3
+            assert empty == {"train/lr": pytest.approx(0.75e-3), "train/tokens_trained": 0, "train/empty_mini_batches": 1}
+            for metrics, lr in ((trains, 1e-3), (trains_again, 0.5e-3)):
+                assert metrics["train/empty_mini_batches"] == 0 and metrics["train/tokens_trained"] > 0
+                assert metrics["train/lr"] == pytest.approx(lr)
+
+
+@pytest.mark.parametrize("layout", [dict(pipeline=2), dict(expert=2)])
+@pytest.mark.parametrize("settings", [
+    {"optimizer.lr": math.inf},
+    {"optimizer.lr": 3.3e38, "optimizer.weight_decay": 1.0, "optimizer.betas": [0.0, 0.0]},
+])
+def test_c2_a_step_that_makes_weights_not_finite_ends_the_run(settings, layout, ranks, models):
+    folder, _ = models(MODEL)
+    for error in ranks(2).run(cases.weights_that_overflow, folder=folder, layout=layout, settings=settings):
+        assert error.startswith("after optimizer step 1 weights are not finite: ") and "\n" not in error
+        assert "decoder.layers." in error and "optimizer.lr" in error
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_c2_a_weight_that_is_not_finite_is_never_written(value, ranks, models, tmp_path):
+    """One element on the last stage: all ranks stop, and name it as it is called in the whole model."""
+    errors = ranks(2).run(cases.saved_with_a_bad_weight, folder=models("llama")[0], layout=dict(pipeline=2),
+                          root=tmp_path, bad_rank=1, value=value)
+    for error in [error for of_rank in errors for error in of_rank]:
+        assert "weights are not finite: decoder.layers.3.self_attention.linear_proj.weight;" in error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_d3_a_rest_gives_up_the_gradients_and_changes_nothing(ranks, models):
