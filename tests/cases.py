@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from megastep.config import Config, ParallelConfig
+from megastep.learner import Learner
 from megastep.policy import parallel
 from megastep.policy.loop_state import LoopState
 from megastep.policy.replay import ReplayError
@@ -20,18 +21,25 @@ from tests.policy import updates as update_rollouts
 from tests.samples.rollouts import step
 
 
-def make_worker(folder, layout: dict, settings: dict = {}) -> PolicyWorker:
-    """`settings`: values of the config by their dotted keys; supervised training unless they say otherwise."""
+def make_config(folder, layout: dict, settings: dict) -> Config:
+    """`settings`: values of the config by their dotted keys."""
     config = Config()
     config.model.path = str(folder)
     config.policy.parallel = ParallelConfig(**layout)
-    for key, value in {"loss.kind": "nll", "optimizer.lr": 1e-3, "replay.enabled": False, **settings}.items():
+    for key, value in settings.items():
         *sections, name = key.split(".")
         section = config
         for part in sections:
             section = getattr(section, part)
         assert hasattr(section, name), key
         setattr(section, name, value)
+    return config
+
+
+def make_worker(folder, layout: dict, settings: dict = {}) -> PolicyWorker:
+    """Supervised training, unless the settings say otherwise."""
+    defaults = {"loss.kind": "nll", "optimizer.lr": 1e-3, "replay.enabled": False}
+    config = make_config(folder, layout, {**defaults, **settings})
     parallel.start(config.policy.parallel, *ranks.current)
     return PolicyWorker(config)
 
@@ -191,6 +199,43 @@ def _start_over(worker, initial) -> None:
         for state in part.optimizer.state.values():
             for value in state.values():
                 value.zero_()
+
+
+# ---------------------------------------------------------------- the learner and its worker
+
+
+class Direct:
+    """Stands for cluster.Policy: the calls of the learner go to the one worker of this process."""
+
+    def __init__(self, worker: PolicyWorker):
+        self.worker = worker
+
+    def call(self, method: str, *arguments, **named) -> list:
+        return [getattr(self.worker, method)(*arguments, **named)]
+
+    def scatter(self, method: str, by_data_rank: list) -> list:
+        (part,) = by_data_rank
+        return self.call(method, part)
+
+
+class RecordingWorker(PolicyWorker):
+    def update(self, micro_batches):
+        update = super().update(micro_batches)
+        tensors = {name: tensor.numpy().copy() for name, tensor in self.hf_tensors()}
+        self.updates.append({"metrics": update.metrics, "parameters": tensors})
+        return update
+
+
+def learn(folder, settings: dict, batches: list) -> list[tuple[dict, list[dict]]]:
+    """Of each batch of groups: what the learner says, and metrics and parameters after each optimizer step."""
+    config = make_config(folder, {}, settings)
+    parallel.start(config.policy.parallel, *ranks.current)
+    worker = RecordingWorker(config)
+    learner, found = Learner(config, Direct(worker)), []
+    for groups in batches:
+        worker.updates = []
+        found.append((learner.learn(groups), worker.updates))
+    return found
 
 
 # ---------------------------------------------------------------- logprobs, replay, trouble
