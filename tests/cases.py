@@ -124,6 +124,14 @@ def save_then_go_on(folder, layout: dict, root, before: int, after: int, precisi
     return metrics
 
 
+def saves(folder, root, settings: dict, count: int) -> None:
+    worker = make_worker(folder, {}, settings)
+    for _ in range(count):
+        next_token_step(worker)
+        worker.save(root, LoopState(worker.step))
+    worker.finish_saving()
+
+
 def load_and_go_on(folder, layout: dict, checkpoint, steps: int, precision: str = "fp32") -> list[dict]:
     worker = make_worker(folder, layout, {"policy.precision": precision})
     worker.load(checkpoint)
@@ -236,6 +244,38 @@ def learn(folder, settings: dict, batches: list) -> list[tuple[dict, list[dict]]
         worker.updates = []
         found.append((learner.learn(groups), worker.updates))
     return found
+
+
+def warm_start(folder, settings: dict, groups: list) -> dict[str, list]:
+    """Losses of a warm start on these demonstrations; temperature and loss at each of its steps and at its end."""
+    config = make_config(folder, {}, settings)
+    parallel.start(config.policy.parallel, *ranks.current)
+    worker = PolicyWorker(config)
+    found = {"losses": [], "temperatures": [], "kinds": []}
+
+    def look() -> None:
+        found["temperatures"].append(worker.temperature)
+        found["kinds"].append(worker.loss.kind)
+
+    def on_step(loss: float) -> None:
+        found["losses"].append(loss)
+        look()
+
+    Learner(config, Direct(worker)).warm_start(groups, on_step)
+    look()
+    return found
+
+
+def rows_kept(folder, settings: dict) -> set[int]:
+    """What `prepare` is given as the rows whose softmax is kept."""
+    from unittest import mock
+
+    from megastep.policy import worker as module
+
+    worker = make_worker(folder, {}, settings)
+    with mock.patch.object(module, "prepare", wraps=module.prepare) as prepare:
+        next_token_step(worker)
+    return {call.args[3] for call in prepare.call_args_list}
 
 
 # ---------------------------------------------------------------- logprobs, replay, trouble
