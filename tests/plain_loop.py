@@ -113,11 +113,12 @@ class PlainLearner:
 
 
 def learning_rate(config: Config, update: int) -> float:
-    """Of update 0, 1, ...: a linear warm-up, then the whole rate, and from there down to min_lr after the last."""
-    settings = config.optimizer
-    if update < settings.warmup_steps:
-        return settings.lr * (update + 1) / settings.warmup_steps
-    done = (update - settings.warmup_steps) / (config.optimizer_steps - settings.warmup_steps)
+    """Of update 0, 1, ...: a linear warm-up to the whole rate, then down, so that min_lr would come after the last."""
+    settings, number = config.optimizer, update + 1
+    warmup = max(settings.warmup_steps, 1)
+    if number <= warmup:
+        return settings.lr * number / warmup
+    done = (number - warmup) / (config.optimizer_steps + 1 - warmup)
     left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[settings.schedule]
     return settings.min_lr + left * (settings.lr - settings.min_lr)
 
