@@ -175,12 +175,20 @@ class ReplayConfig:
     min_agreement: float = 0.8  # of the live routers with the recorded experts; less is an error: routes are shifted
 
 
+# loss.kind → (clip_low, clip_high) where the config gives none; a clip_low of 1 is no lower bound.
+CLIP_BOUNDS = {
+    "ppo_clip": (0.2, 0.2),  # Schulman et al. 2017
+    "gspo": (3e-4, 4e-4),  # Zheng et al. 2025, section 5.1: ratios of whole sequences stay much nearer to 1
+    "cispo": (1.0, 4.0),  # MiniMax-M1: no lower bound; Khatri et al. 2025 (ScaleRL): a weight of at most 5
+}
+
+
 @dataclass
 class LossConfig:
     kind: str = "ppo_clip"  # ppo_clip | gspo | cispo | reinforce | nll
     normalize: str = "token"  # token | step | trajectory | prompt: what counts the same
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float | None = None  # the ratio is at least 1 - clip_low; default: by loss.kind, see CLIP_BOUNDS
+    clip_high: float | None = None  # the ratio is at most 1 + clip_high; the same
     dual_clip: float = 0.0  # bound of the term where the advantage is negative, such as 3; 0: none
     old: str = "policy"  # policy: logprobs before the update, by the trainer; rollout: the engine's own
     kl: float = 0.0  # coefficient of the KL to the reference, the initial model
@@ -284,10 +292,13 @@ class Config:
 
     @property
     def policy_loss(self) -> LossConfig:
-        """The loss with its correction decided."""
+        """The loss with its clip bounds and its correction decided."""
+        low, high = CLIP_BOUNDS.get(self.loss.kind, (None, None))
+        low = low if self.loss.clip_low is None else self.loss.clip_low
+        high = high if self.loss.clip_high is None else self.loss.clip_high
         stale = self.asynchronous.max_staleness > 0 and self.loss.old == "policy"
         decided = ("truncate" if stale else "none") if self.loss.correction == "auto" else self.loss.correction
-        return replace(self.loss, correction=decided)
+        return replace(self.loss, clip_low=low, clip_high=high, correction=decided)
 
     @property
     def mini_batch_prompts(self) -> int:
@@ -528,7 +539,7 @@ _ABOVE_ZERO = (
 )
 _NOT_NEGATIVE = (
     "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_grad",
-    "policy.offload_layers", "policy.router_balance", "policy.router_z", "loss.clip_low", "loss.clip_high",
+    "policy.offload_layers", "policy.router_balance", "policy.router_z",
     "loss.dual_clip", "loss.kl", "loss.entropy", "loss.correction_low", "checkpoint.every_steps", "train.seed",
     "train.eval_every", "run.rollouts_every", "run.report_prompts", "warm_start.trajectories", "warm_start.lr", "credit.step_weight",
     "engine.restarts", "asynchronous.max_staleness", "data.held_out", "rollout.temperature", "rollout.top_k",
@@ -615,13 +626,34 @@ def _check_offloading(config: Config, problems: _Problems) -> None:
 
 
 def _check_loss(loss: LossConfig, problems: _Problems) -> None:
-    problems.check(loss.clip_low < 1, "loss.clip_low", loss.clip_low, "must be less than 1: a ratio is not negative")
+    if loss.clip_low is not None:
+        problems.check(0 <= loss.clip_low <= 1, "loss.clip_low", loss.clip_low,
+                       "must lie in 0 to 1: a ratio is not negative, 1 is no lower bound")
+    if loss.clip_high is not None:
+        problems.check(loss.clip_high >= 0, "loss.clip_high", loss.clip_high, "must not be negative")
     problems.check(loss.dual_clip == 0 or loss.dual_clip > 1, "loss.dual_clip", loss.dual_clip,
                    "must be more than 1, or 0 for none")
     problems.check(loss.correction_low < loss.correction_high, "loss.correction_low", loss.correction_low,
                    f"must be less than loss.correction_high = {loss.correction_high}")
     problems.check(loss.correction in ("auto", "none") or loss.old == "policy", "loss.correction", loss.correction,
                    "compares with the trainer's own logprobs; needs loss.old = policy")
+
+
+def training_warnings(config: Config) -> list[str]:
+    """What training accepts and is rarely meant, one line each."""
+    found, loss = [], config.loss
+    if loss.kind == "gspo" and loss.normalize == "token":
+        found.append(
+            "loss.normalize = token: loss.kind = gspo has one ratio per model call, and weighs calls by their length "
+            "so; the objective of the paper weighs them alike: loss.normalize = step"
+        )
+    mini, batch = config.mini_batch_prompts, config.rollout.prompts
+    if loss.kind == "reinforce" and mini < batch:
+        found.append(
+            f"train.mini_batch_prompts = {mini}: loss.kind = reinforce has no ratio, so mini-batches after the first "
+            f"train on samples of an older policy uncorrected; use rollout.prompts = {batch}, or ppo_clip"
+        )
+    return found
 
 
 def _check_model(config: Config, arch: Architecture, problems: _Problems) -> None:

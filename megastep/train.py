@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from megastep import stopping
 from megastep.cluster import Cluster
-from megastep.config import Config, ConfigError
+from megastep.config import Config, ConfigError, training_warnings
 from megastep.learner import Learner
 from megastep.policy.loop_state import LoopState
 from megastep.policy.manifest import latest
@@ -45,6 +45,7 @@ from megastep.types import Group
 def train(config: Config, name: str) -> Path:
     """Run the configured job, or what is left of it, and return its run directory."""
     refuse_untrainable(config)
+    print_warnings(config)
     task = Task.load(config)
     task.eval_prompts()  # refuses a data set without held-out rows now, not after the start
     run = Run.find(config, name)
@@ -68,6 +69,7 @@ def train(config: Config, name: str) -> Path:
 def replay(config: Config, name: str, rollouts: Path) -> Path:
     """The training half alone: a file's prompts, `rollout.prompts` at a time, each batch a step. No engine starts."""
     refuse_untrainable(config)
+    print_warnings(config)
     groups = store.read(rollouts)
     run = Run.find(config, name)
     run.create(config)
@@ -108,6 +110,11 @@ def refuse_untrainable(config: Config) -> None:
         problems.append(f"rollout.top_k = {rollout.top_k}: {why}; must be 0")
     if problems:
         raise ConfigError(problems)
+
+
+def print_warnings(config: Config) -> None:
+    for line in training_warnings(config):
+        print(f"warning: {line}", file=sys.stderr)
 
 
 def load_policy(run: Run, learner: Learner) -> None:

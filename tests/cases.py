@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megastep.config import Config, ParallelConfig
+from megastep.learner import Learner
 from megastep.policy import parallel
 from megastep.policy.loop_state import LoopState
 from megastep.policy.replay import ReplayError
@@ -22,18 +23,25 @@ from tests.policy import updates as update_rollouts
 from tests.samples.rollouts import step
 
 
-def make_worker(folder, layout: dict, settings: dict = {}) -> PolicyWorker:
-    """`settings`: values of the config by their dotted keys; supervised training unless they say otherwise."""
+def make_config(folder, layout: dict, settings: dict) -> Config:
+    """`settings`: values of the config by their dotted keys."""
     config = Config()
     config.model.path = str(folder)
     config.policy.parallel = ParallelConfig(**layout)
-    for key, value in {"loss.kind": "nll", "optimizer.lr": 1e-3, "replay.enabled": False, **settings}.items():
+    for key, value in settings.items():
         *sections, name = key.split(".")
         section = config
         for part in sections:
             section = getattr(section, part)
         assert hasattr(section, name), key
         setattr(section, name, value)
+    return config
+
+
+def make_worker(folder, layout: dict, settings: dict = {}) -> PolicyWorker:
+    """Supervised training, unless the settings say otherwise."""
+    defaults = {"loss.kind": "nll", "optimizer.lr": 1e-3, "replay.enabled": False}
+    config = make_config(folder, layout, {**defaults, **settings})
     parallel.start(config.policy.parallel, *ranks.current)
     return PolicyWorker(config)
 
@@ -124,6 +132,14 @@ def save_then_go_on(folder, layout: dict, root, before: int, after: int, precisi
     return metrics
 
 
+def saves(folder, root, settings: dict, count: int) -> None:
+    worker = make_worker(folder, {}, settings)
+    for _ in range(count):
+        next_token_step(worker)
+        worker.save(root, LoopState(worker.step))
+    worker.finish_saving()
+
+
 def load_and_go_on(folder, layout: dict, checkpoint, steps: int, precision: str = "fp32") -> list[dict]:
     worker = make_worker(folder, layout, {"policy.precision": precision})
     worker.load(checkpoint)
@@ -199,6 +215,75 @@ def _start_over(worker, initial) -> None:
         for state in part.optimizer.state.values():
             for value in state.values():
                 value.zero_()
+
+
+# ---------------------------------------------------------------- the learner and its worker
+
+
+class Direct:
+    """Stands for cluster.Policy: the calls of the learner go to the one worker of this process."""
+
+    def __init__(self, worker: PolicyWorker):
+        self.worker = worker
+
+    def call(self, method: str, *arguments, **named) -> list:
+        return [getattr(self.worker, method)(*arguments, **named)]
+
+    def scatter(self, method: str, by_data_rank: list) -> list:
+        (part,) = by_data_rank
+        return self.call(method, part)
+
+
+class RecordingWorker(PolicyWorker):
+    def update(self, micro_batches):
+        update = super().update(micro_batches)
+        tensors = {name: tensor.numpy().copy() for name, tensor in self.hf_tensors()}
+        self.updates.append({"metrics": update.metrics, "parameters": tensors})
+        return update
+
+
+def learn(folder, settings: dict, batches: list) -> list[tuple[dict, list[dict]]]:
+    """Of each batch of groups: what the learner says, and metrics and parameters after each optimizer step."""
+    config = make_config(folder, {}, settings)
+    parallel.start(config.policy.parallel, *ranks.current)
+    worker = RecordingWorker(config)
+    learner, found = Learner(config, Direct(worker)), []
+    for groups in batches:
+        worker.updates = []
+        found.append((learner.learn(groups), worker.updates))
+    return found
+
+
+def warm_start(folder, settings: dict, groups: list) -> dict[str, list]:
+    """Losses of a warm start on these demonstrations; temperature and loss at each of its steps and at its end."""
+    config = make_config(folder, {}, settings)
+    parallel.start(config.policy.parallel, *ranks.current)
+    worker = PolicyWorker(config)
+    found = {"losses": [], "temperatures": [], "kinds": []}
+
+    def look() -> None:
+        found["temperatures"].append(worker.temperature)
+        found["kinds"].append(worker.loss.kind)
+
+    def on_step(loss: float) -> None:
+        found["losses"].append(loss)
+        look()
+
+    Learner(config, Direct(worker)).warm_start(groups, on_step)
+    look()
+    return found
+
+
+def rows_kept(folder, settings: dict) -> set[int]:
+    """What `prepare` is given as the rows whose softmax is kept."""
+    from unittest import mock
+
+    from megastep.policy import worker as module
+
+    worker = make_worker(folder, {}, settings)
+    with mock.patch.object(module, "prepare", wraps=module.prepare) as prepare:
+        next_token_step(worker)
+    return {call.args[3] for call in prepare.call_args_list}
 
 
 # ---------------------------------------------------------------- logprobs, replay, trouble

@@ -1,14 +1,17 @@
 """The loop itself, on episodes and a policy that are made up: what it asks of its parts, and in which order."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 
+from megastep import train
 from megastep.config import load
 from megastep.policy.loop_state import LoopState
 from megastep.rollout import stream
 from megastep.rollout.data import PromptStream
-from megastep.rundir import Run
+from megastep.rundir import Run, RunError
+from megastep.samples import store
 from megastep.train import Loop
 from tests.rollout.test_stream import Episodes
 from tests.runs import LOCAL
@@ -94,3 +97,141 @@ def test_x6_a_checkpoint_that_was_written_counts_while_groups_are_waited_for(in_
     with loop.stream:
         loop.collect()
     assert ("seal_written" in loop.cluster.policy.calls) == in_background
+
+
+# ---------------------------------------------------------------- filters
+
+
+class Judged(Episodes):
+    """One step each; `judge(prompt, index, trajectory)` gives it a reward, or whatever else befalls it."""
+
+    def __init__(self, judge):
+        super().__init__()
+        self.judge = judge
+
+    async def play(self, prompt, index):
+        trajectory = await super().play(prompt, index)
+        trajectory.steps[0].versions[:, 0] = 0
+        self.judge(prompt.id, index, trajectory)
+        return trajectory
+
+
+def collected(tmp_path, judge, *given: str) -> tuple[list, dict]:
+    """The groups to train on, as {id: indices of its trajectories}, and the metrics."""
+    loop = make_loop(tmp_path, Judged(judge), *given)
+    loop.ages.pushed, loop.step = [0], 1
+    with loop.stream:
+        groups, metrics = loop.collect()
+    return {group.id: [t.index for t in group.trajectories] for group in groups}, metrics
+
+
+def rewarded(id, index, trajectory):
+    trajectory.steps[0].reward = float(index)
+
+
+EVERYONE = [0, 1, 2]  # the trajectories of a prompt
+
+
+@pytest.mark.parametrize("stop_reason", ["env_error", "env_timeout", "engine_error", "abort"])
+def test_episodes_that_failed_are_not_trained_on(stop_reason, tmp_path):
+    """Whatever reward they had by then."""
+
+    def judge(id, index, trajectory):
+        rewarded(id, index, trajectory)
+        if (id, index) == (1, 2):
+            trajectory.stop_reason = stop_reason
+
+    kept, metrics = collected(tmp_path, judge)
+    assert kept == {0: EVERYONE, 1: [0, 1], 2: EVERYONE, 3: EVERYONE}
+    assert metrics["filter/dropped"] == 1 and metrics["rollout/trajectories"] == 12
+
+
+def test_rewards_that_are_not_finite_are_not_trained_on(tmp_path):
+    def judge(id, index, trajectory):
+        trajectory.steps[0].reward = float("nan") if (id, index) == (2, 0) else float(index)
+
+    kept, metrics = collected(tmp_path, judge)
+    assert kept == {0: EVERYONE, 1: EVERYONE, 2: [1, 2], 3: EVERYONE} and metrics["filter/dropped"] == 1
+
+
+@pytest.mark.parametrize("policy, kept, trained", [("keep", EVERYONE, 6), ("mask", EVERYONE, 4), ("drop", [0, 2], 4)])
+def test_trajectories_that_were_cut_off_are_treated_as_filters_over_long_says(policy, kept, trained, tmp_path):
+    def judge(id, index, trajectory):
+        rewarded(id, index, trajectory)
+        if (id, index) == (1, 1):
+            trajectory.steps[0].finish = "length"
+
+    loop = make_loop(tmp_path, Judged(judge), f"filters.over_long={policy}")
+    loop.ages.pushed, loop.step = [0], 1
+    with loop.stream:
+        (group,) = [group for group in loop.collect()[0] if group.id == 1]
+    assert [t.index for t in group.trajectories] == kept
+    assert sum(int(t.steps[0].loss_mask.sum()) for t in group.trajectories) == trained
+
+
+def odd_ones_differ(id, index, trajectory):
+    trajectory.steps[0].reward = float(index) if id % 2 else 1.0
+
+
+@pytest.mark.parametrize("given, ids, played", [
+    ([], [0, 1, 2, 3], 4),
+    (["filters.zero_variance=true"], [1, 3], 4),
+    (["filters.dynamic_sampling=true"], [1, 3, 5, 7], 8),
+])
+def test_prompts_whose_trajectories_earned_the_same(given, ids, played, tmp_path):
+    """Kept, left out, or replaced by others until the batch is full; dynamic_sampling needs no zero_variance."""
+    kept, metrics = collected(tmp_path, odd_ones_differ, *given)
+    assert list(kept) == ids
+    assert metrics["rollout/prompts"] == played and metrics["filter/dropped"] == 3 * (played - len(ids))
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+def test_dynamic_sampling_gives_up_after_max_batches(limit, tmp_path):
+    def all_alike(id, index, trajectory):
+        trajectory.steps[0].reward = 1.0
+
+    with pytest.raises(RunError, match=f"filters.max_batches = {limit}: of {4 * limit} prompts 0 had"):
+        collected(tmp_path, all_alike, "filters.dynamic_sampling=true", f"filters.max_batches={limit}")
+
+
+# ---------------------------------------------------------------- a whole run
+
+
+def test_what_happens_at_which_step(tmp_path, monkeypatch):
+    """train.steps, train.eval_every, checkpoint.every_steps, run.rollouts_every, rollout.prompts, eval.prompts."""
+    loop = make_loop(
+        tmp_path, Judged(rewarded), "train.steps=7", "train.eval_every=3", "checkpoint.every_steps=2",
+        "run.rollouts_every=5", "async.max_staleness=0", "rollout.prompts=3", "optimizer.warmup_steps=0",
+    )
+    learned, rows, saved, begun = [], [], [], []
+    loop.learner = SimpleNamespace(learn=lambda groups: learned.append([g.id for g in groups]) or {}, policy=None)
+    loop.log = SimpleNamespace(write=lambda step, metrics: rows.append((step, metrics)))
+    loop.cluster.policy.call = lambda method, *given: saved.append((method, loop.step))
+    loop.cluster.sync = lambda: 0  # the version that the episodes have
+    held_out_groups = asyncio.run(play_all(loop))
+    loop.evaluation.pool = SimpleNamespace(run=evaluated(held_out_groups, loop, begun))
+    monkeypatch.setattr(train.LiveLine, "show", lambda self, metrics: None)
+    loop.run([])
+    assert learned == [[3 * n, 3 * n + 1, 3 * n + 2] for n in range(7)]
+    assert [step for step, _ in rows] == list(range(8))
+    assert begun == [0, 3, 6, 7] == [step for step, metrics in rows if "eval/success" in metrics]
+    assert [step for method, step in saved if method == "save"] == [2, 4, 6, 7]
+    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_5.safetensors", "step_7.safetensors"]
+    assert [group.id for group in store.read(tmp_path / "rollouts" / "step_5.safetensors")] == [12, 13, 14]
+
+
+async def play_all(loop) -> list:
+    """A group for the evaluation to return."""
+    from megastep.rollout.data import Prompt
+    from megastep.types import Group
+
+    return [Group(0, [await loop.stream.pool.play(Prompt(0, {}), index) for index in range(3)])]
+
+
+def evaluated(groups: list, loop, begun: list):
+    async def run(prompts: list) -> list:
+        assert prompts == ["held out"]
+        begun.append(loop.step)
+        return groups
+
+    return run

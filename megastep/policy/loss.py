@@ -8,8 +8,12 @@ With x = logprob under the policy being trained, old = under the policy before t
     cispo       -stop(clip(ratio, 1 - clip_low, 1 + clip_high)) A x      (MiniMax-M1)
     reinforce   -A x
     nll         -x, and no advantage: supervised
-    + kl × estimate of KL(policy ‖ reference)   k2 = d²/2, k3 = exp(d) - d - 1 with d = ref - x
+    + kl × estimate of KL(policy ‖ reference)   k2 = d²/2, k3 = exp(d) - d - 1 with d = ref - x, at most KL_MAX
     - entropy × entropy of the policy
+
+Where clip_low and clip_high are not given, `config.CLIP_BOUNDS` has those of the loss. The KL estimate of a token is
+bounded: k3 grows as exp(d), and one token that the reference finds far likelier would own the gradient once its norm
+is clipped. A token at the bound has no gradient of the KL; `train/kl_clamped_fraction` counts such tokens.
 
 Correction. The engine that sampled and the trainer compute slightly (bf16, stale weights: not so slightly) different
 logprobs. importance = exp(old - rollout) of a token, or its product over the step, is a constant factor of the term:
@@ -32,10 +36,11 @@ from megastep.config import LossConfig
 from megastep.types import FILLER, LossTable
 
 # Sums over rows that belong to somebody; the driver divides by `rows`, or takes them as they are.
-SUMS = ("loss", "rows", "entropy", "ratio", "clipped", "kl_reference", "advantage_abs", "importance",
+SUMS = ("loss", "rows", "entropy", "ratio", "clipped", "kl_reference", "kl_clamped", "advantage_abs", "importance",
         "importance_cut", "mismatch_rows", "mismatch_kl", "mismatch_abs")
 MAXIMA = ("mismatch_max_abs", "ratio_max")
 FAR = 20.0  # differences of logprobs are bounded by it before exp
+KL_MAX = 10.0  # bound of a token's KL estimate, as in verl
 
 
 @dataclass
@@ -87,9 +92,9 @@ def policy_loss(config: LossConfig, logprob: Tensor, entropy: Tensor, rows: Rows
     term, clipped = TERMS[config.kind](config, ratio, rows.advantage, logprob)
     importance, kept = _correction(config, torch.where(recorded, old - rows.rollout, 0.0), rows)
     term = torch.where(importance == 0, 0.0, term * importance)  # masked rows are out, whatever they are
-    kl = torch.zeros_like(now)
+    kl, kl_clamped = torch.zeros_like(now), torch.zeros_like(rows.real)
     if config.kl > 0:
-        kl = KL_ESTIMATES[config.kl_estimate]((rows.reference - logprob).clamp(-FAR, FAR))
+        kl, kl_clamped = _kl(config, logprob, rows)
         term = term + config.kl * kl
     if config.entropy > 0:
         term = term - config.entropy * entropy
@@ -98,7 +103,8 @@ def policy_loss(config: LossConfig, logprob: Tensor, entropy: Tensor, rows: Rows
     with torch.no_grad():
         trained_as = now if config.old == "rollout" else old  # what the trainer makes of the rollout's tokens
         gap = torch.where(rows.real & recorded, trained_as - rows.rollout, 0.0)
-        account = _account(loss, term, entropy, ratio, clipped, kl, importance, kept, rows.real & recorded, gap, rows)
+        account = _account(loss, term, entropy, ratio, clipped, kl, kl_clamped, importance, kept, rows.real & recorded,
+                           gap, rows)
     return loss, account
 
 
@@ -140,6 +146,13 @@ TERMS: dict[str, Callable] = {
 KL_ESTIMATES: dict[str, Callable] = {"k2": lambda d: d.square() / 2, "k3": lambda d: d.exp() - d - 1}
 
 
+def _kl(config: LossConfig, logprob: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """The estimate of each token's KL, and which tokens are at its bound, where it has no gradient."""
+    # Bounded before exp too: the gradient of an infinite estimate would be 0 × inf.
+    estimate = KL_ESTIMATES[config.kl_estimate]((rows.reference - logprob).clamp(-FAR, FAR))
+    return estimate.clamp(max=KL_MAX), estimate.detach() > KL_MAX
+
+
 def _step_mean(values: Tensor, rows: Rows) -> Tensor:
     count = torch.bincount(rows.step, minlength=rows.steps)
     return (_step_sum(values, rows) / count)[rows.step]
@@ -167,7 +180,9 @@ def _correction(config: LossConfig, log_importance: Tensor, rows: Rows) -> tuple
 # ---------------------------------------------------------------- metrics
 
 
-def _account(loss, term, entropy, ratio, clipped, kl, importance, kept, compared, gap, rows: Rows) -> Account:
+def _account(
+    loss, term, entropy, ratio, clipped, kl, kl_clamped, importance, kept, compared, gap, rows: Rows
+) -> Account:
     real = rows.real
 
     def total(values: Tensor, where: Tensor = real) -> Tensor:
@@ -176,6 +191,7 @@ def _account(loss, term, entropy, ratio, clipped, kl, importance, kept, compared
     sums = {
         "loss": loss.double(), "rows": total(real), "entropy": total(entropy),
         "ratio": total(ratio), "clipped": total(clipped), "kl_reference": total(kl),
+        "kl_clamped": total(kl_clamped),
         "advantage_abs": total(rows.advantage.abs()), "importance": total(importance),
         "importance_cut": total(~kept), "mismatch_rows": total(real, compared),
         "mismatch_kl": total(gap.double().expm1() - gap, compared), "mismatch_abs": total(gap.abs(), compared),
@@ -196,6 +212,7 @@ def means(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
         "train/ratio_max": maxima["ratio_max"],
         "train/clip_fraction": sums["clipped"] / rows,
         "train/kl_reference": sums["kl_reference"] / rows,
+        "train/kl_clamped_fraction": sums["kl_clamped"] / rows,
         "train/advantage_abs_mean": sums["advantage_abs"] / rows,
         "train/importance_mean": sums["importance"] / rows,
         "train/importance_cut_fraction": sums["importance_cut"] / rows,

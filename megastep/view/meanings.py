@@ -73,6 +73,7 @@ MEANINGS = {
     "train/ratio_max": "probability of a trained token now / before the update, at most",
     "train/clip_fraction": "share of trained tokens whose ratio was clipped",
     "train/kl_reference": "KL from the initial model, mean over trained tokens (loss.kl)",
+    "train/kl_clamped_fraction": "share of trained tokens whose KL estimate was bounded at 10 and has no gradient",
     "train/advantage_abs_mean": "size of the advantage, mean over trained tokens",
     "train/importance_mean": "correction for the engine's logprobs, mean over trained tokens (loss.correction)",
     "train/importance_cut_fraction": "share of trained tokens whose correction was truncated or masked",

@@ -59,6 +59,13 @@ def test_asynchronous_save_holds_the_step_it_was_asked_at(ranks, models, tmp_pat
     assert numbers(steps) == numbers(expected)
 
 
+@pytest.mark.parametrize("keep, left", [(1, ["step_3"]), (2, ["step_2", "step_3"])])
+def test_older_checkpoints_are_removed(keep, left, ranks, models, tmp_path):
+    """checkpoint.keep"""
+    ranks(1).run(cases.saves, folder=models("qwen3_moe")[0], root=tmp_path, settings={"checkpoint.keep": keep}, count=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
 def test_random_state_is_restored(ranks, models, tmp_path):
     folder, _ = models("qwen2_tied")
     for expected, found in ranks(2).run(cases.random_numbers_after_load, folder=folder, layout=PP2, root=tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megastep.config import Config, LossConfig
-from megastep.policy.loss import MAXIMA, SUMS, means, policy_loss, rows_on
+from megastep.policy.loss import KL_MAX, MAXIMA, SUMS, means, policy_loss, rows_on
 from megastep.types import LossTable
 
 N = 24
@@ -37,6 +37,7 @@ def run(config: LossConfig, loss: LossTable, x: torch.Tensor, entropy=None):
 
 def expected(config: LossConfig, loss: LossTable, x: np.ndarray) -> float:
     """The formulas of loss.py's docstring, one row at a time."""
+    config = Config(loss=config).policy_loss
     old = loss.rollout_logprob if config.old == "rollout" else loss.old_logprob
     total = 0.0
     for i in range(N):
@@ -44,8 +45,9 @@ def expected(config: LossConfig, loss: LossTable, x: np.ndarray) -> float:
         ratio = math.exp(x[i] - old[i])
         if config.kind == "gspo":
             ratio = math.exp(np.mean(x[mine] - old[mine]))
-        low, high, a = 1 - config.clip_low, 1 + config.clip_high, float(loss.advantage[i])
-        bounded = min(max(ratio, low), high)
+        a, bounded = float(loss.advantage[i]), ratio
+        if config.kind in ("ppo_clip", "gspo", "cispo"):
+            bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
         term = {"reinforce": -a * x[i], "nll": -x[i], "cispo": -bounded * a * x[i]}.get(config.kind)
         if term is None:
             term = -min(ratio * a, bounded * a)
@@ -58,7 +60,7 @@ def expected(config: LossConfig, loss: LossTable, x: np.ndarray) -> float:
         elif config.correction == "mask":
             term *= config.correction_low <= importance <= config.correction_high
         d = loss.ref_logprob[i] - x[i]
-        term += config.kl * (math.exp(d) - d - 1 if config.kl_estimate == "k3" else d * d / 2)
+        term += config.kl * min(math.exp(d) - d - 1 if config.kl_estimate == "k3" else d * d / 2, 10)
         total += loss.weight[i] * (term - config.entropy * 1.5)
     return total
 
@@ -70,6 +72,7 @@ def expected(config: LossConfig, loss: LossTable, x: np.ndarray) -> float:
     dict(kind="ppo_clip", old="rollout"),
     dict(kind="gspo", clip_low=0.05, clip_high=0.05),
     dict(kind="cispo", clip_high=0.3),
+    dict(kind="cispo", clip_low=0.2, clip_high=0.3),
     dict(kind="reinforce"),
     dict(kind="nll"),
     dict(kind="ppo_clip", kl=0.1),
@@ -133,6 +136,64 @@ def test_a_filler_is_inert():
         assert not account.sums.any() and not account.bad.any()
         assert not account.maxima.any()
     assert means(dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0))["train/loss"] == 0.0
+
+
+@pytest.mark.parametrize("kind, low, high", [("ppo_clip", 0.8, 1.2), ("gspo", 1 - 3e-4, 1 + 4e-4), ("cispo", 0, 5)])
+def test_clip_bounds_that_are_not_given_are_those_of_the_loss(kind, low, high):
+    """A13: the ratio at which a term stops following it. cispo has no lower bound (MiniMax-M1)."""
+    for given, lower, upper in (({}, low, high), (dict(clip_low=0.5), 0.5, high), (dict(clip_high=0.7), low, 1.7)):
+        for ratio in (1e-4, lower - 1e-5, lower + 1e-5, upper - 1e-4, upper + 1e-4, 50.0):
+            if ratio <= 0:
+                continue
+            for advantage in (1.0, -1.0):  # the clipped surrogate is bounded above for one, below for the other
+                factor = factor_of(LossConfig(kind=kind, **given), ratio, advantage)
+                bounded = min(max(ratio, lower), upper)
+                if kind != "cispo" and advantage * ratio < advantage * bounded:
+                    bounded = ratio  # the pessimistic side of the surrogate
+                assert factor == pytest.approx(bounded, rel=1e-5), (given, ratio, advantage)
+
+
+def factor_of(config: LossConfig, ratio: float, advantage: float) -> float:
+    """What multiplies the advantage (cispo: times the logprob) of one token with this ratio."""
+    loss = table().take(slice(0, 1))
+    loss.weight[:], loss.advantage[:], loss.old_logprob[:] = 1.0, advantage, -3.0
+    x = torch.tensor([-3.0 + math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    found, _ = run(config, loss, x)
+    return -found.item() / advantage / (x.item() if config.kind == "cispo" else 1.0)
+
+
+@pytest.mark.parametrize("estimate, d, clamped", [
+    ("k3", 2.6, False), ("k3", 2.7, True), ("k3", 15.0, True), ("k3", -10.9, False), ("k3", -11.1, True),
+    ("k2", 4.4, False), ("k2", -4.5, True), ("k2", 200.0, True),
+])
+def test_the_kl_estimate_is_bounded_and_the_bound_is_counted(estimate, d, clamped):
+    """A8: at the bound a token has no gradient of the KL."""
+    loss, x = table(), logprobs()
+    loss.advantage[:] = 0
+    loss.ref_logprob[:] = x.detach().numpy()
+    loss.ref_logprob[3] += d
+    found, account = run(LossConfig(kind="reinforce", kl=0.5, kl_estimate=estimate), loss, x)
+    found.backward()
+    value = math.exp(d) - d - 1 if estimate == "k3" else d * d / 2
+    assert found.item() == pytest.approx(0.5 * loss.weight[3] * min(value, KL_MAX), rel=1e-3)
+    assert (x.grad[3] == 0) == clamped
+    metrics = means(dict(zip(SUMS, account.sums.tolist())), dict(zip(MAXIMA, account.maxima.tolist())))
+    assert metrics["train/kl_clamped_fraction"] == pytest.approx(clamped / N)
+    assert metrics["train/kl_reference"] == pytest.approx(min(value, KL_MAX) / N, rel=1e-3)
+
+
+def test_one_outlier_does_not_own_the_clipped_gradient():
+    """A8: a token that the reference finds e^15 times likelier leaves the direction of the update to the others."""
+    loss, x = table(), logprobs()
+    without, _ = run(LossConfig(kind="reinforce", kl=0.1), loss, x)
+    (before,) = torch.autograd.grad(without, x)
+    loss.ref_logprob[3] = x[3].item() + 15
+    outlier, _ = run(LossConfig(kind="reinforce", kl=0.1), loss, x)
+    (after,) = torch.autograd.grad(outlier, x)
+    clipped = after / max(after.norm().item(), 1.0)
+    others = np.arange(N) != 3
+    torch.testing.assert_close(clipped[others], before[others] / max(before.norm().item(), 1.0), rtol=0.1, atol=1e-3)
+    assert clipped[3].square() < 0.2 * clipped.square().sum()
 
 
 def test_without_old_logprobs_the_ratio_is_one_and_its_gradient_is_not():

@@ -1,0 +1,69 @@
+"""What vLLM is given: every key of `engine`, and those of other sections that an engine needs. vLLM itself is not
+started; tests/rollout/test_end_to_end.py does."""
+
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from megastep.config import load
+from megastep.rollout.engine import Setup, _arguments, _environment, _sampling_params
+from megastep.rollout.generation import Sampling
+
+CHASE = "configs/chase.yaml"
+ON_CPU = Setup(index=3, backend="shm", has_gpu=False, gpu_ids=None, own_weights=False, folder=".", log=None)
+ON_GPU = Setup(index=0, backend="ipc", has_gpu=True, gpu_ids=("2", "5"), own_weights=True, folder=".", log=None)
+
+
+def arguments(*given: str, setup: Setup = ON_CPU) -> dict:
+    return _arguments(load(CHASE, list(given), has_cuda=True), setup)
+
+
+@pytest.mark.parametrize("given, name, value", [
+    ("engine.tensor=2", "tensor_parallel_size", 2),
+    ("engine.max_model_len=200", "max_model_len", 200),
+    ("engine.max_model_len=null", "max_model_len", 512),  # the model's positions
+    ("engine.max_sequences=17", "max_num_seqs", 17),
+    ("engine.gpu_memory=0.35", "gpu_memory_utilization", 0.35),
+    ("policy.precision=bf16", "dtype", "bfloat16"),
+    ("policy.precision=fp32", "dtype", "float32"),
+    ("train.seed=40", "seed", 43),  # engine 3
+    ("sync.verify=true", "additional_config", {"sync_verify": True}),
+    ("sync.verify=false", "additional_config", {"sync_verify": False}),
+    ("model.path=configs/models/tiny-qwen3-moe", "model", "configs/models/tiny-qwen3-moe"),
+])
+def test_keys_reach_vllm(given, name, value):
+    assert arguments(given)[name] == value
+
+
+def test_what_follows_from_the_place_of_an_engine():
+    here, there = arguments(), arguments("cluster.colocate=true", setup=ON_GPU)
+    assert here["weight_transfer_config"] == {"backend": "megastep_shm"}
+    assert there["weight_transfer_config"] == {"backend": "megastep_ipc"}
+    assert (here["load_format"], there["load_format"]) == ("dummy", "auto")
+    assert (here["enable_sleep_mode"], there["enable_sleep_mode"]) == (False, True)
+    assert not arguments("cluster.colocate=false", setup=ON_GPU)["enable_sleep_mode"]
+    assert here["enable_return_routed_experts"] and here["logprobs_mode"] == "processed_logprobs"
+
+
+def test_memory_of_the_cache_on_a_cpu():
+    config = load(CHASE, ["engine.cpu_kv_gb=7"])
+    assert _environment(config, ON_CPU)["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    shared = _environment(config, ON_GPU)
+    assert shared["CUDA_VISIBLE_DEVICES"] == "2,5" and "VLLM_CPU_KVCACHE_SPACE" not in shared
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+
+
+def test_sampling_reaches_vllm(monkeypatch):
+    """rollout.temperature, top_p and top_k, which `tests/rollout/test_task.py` follows to here."""
+    vllm, params = ModuleType("vllm"), ModuleType("vllm.sampling_params")
+    vllm.SamplingParams = SimpleNamespace
+    params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+    sampling = Sampling(max_tokens=8, temperature=0.6, top_p=0.9, top_k=4, seed=5, stop_token_ids=(1, 2))
+    given = _sampling_params(sampling, routing_start=12)
+    assert (given.max_tokens, given.temperature, given.top_p, given.top_k, given.seed) == (8, 0.6, 0.9, 4, 5)
+    assert given.stop_token_ids == [1, 2] and given.routed_experts_prompt_start == 12
+    assert given.ignore_eos and given.logprobs == 0

@@ -1,0 +1,77 @@
+"""What the cluster asks of Ray and of its parts, with all of them made up: the keys of `cluster`, and those of others
+that decide about places. tests/test_cluster.py has the real ones."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megastep import cluster
+from megastep.cluster import Cluster, ClusterError
+from megastep.config import load
+
+CHASE = "configs/chase.yaml"
+
+
+def make(monkeypatch, *given: str, gpus: int = 0, has_cuda: bool = False, **more) -> Cluster:
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 8.0} | ({"GPU": gpus} if gpus else {}))
+    return Cluster(load(CHASE, list(given), has_cuda=has_cuda), **more)
+
+
+def test_bundles_are_those_of_ranks_and_engines(monkeypatch):
+    """policy.ranks, engine.count, engine.tensor, cluster.cpus_per_process, cluster.colocate."""
+    given = ["policy.ranks=2", "engine.count=3", "engine.tensor=2", "cluster.cpus_per_process=0.5"]
+    assert make(monkeypatch, *given)._bundles() == [{"CPU": 0.5}] * 5
+    assert make(monkeypatch, *given, gpus=8)._bundles() == [{"CPU": 0.5, "GPU": 1}] * 2 + [{"CPU": 0.5, "GPU": 2}] * 3
+    colocated = [*given, "engine.count=1", "cluster.colocate=true"]
+    assert make(monkeypatch, *colocated, gpus=8)._bundles() == [{"CPU": 1.0, "GPU": 1}] * 2
+    assert make(monkeypatch, *given, with_engines=False)._bundles() == [{"CPU": 0.5}] * 2
+    assert make(monkeypatch, *given, with_policy=False)._bundles() == [{"CPU": 0.5}] * 3
+
+
+@pytest.mark.parametrize("given, gpus, backend", [
+    ([], 0, "shm"), ([], 8, "nccl"), (["cluster.colocate=true"], 8, "ipc"), (["sync.backend=shm"], 8, "shm"),
+])
+def test_the_backend_of_the_weight_sync(given, gpus, backend, monkeypatch):
+    assert make(monkeypatch, *given, gpus=gpus)._backend == backend
+
+
+def test_ray_is_started_with_its_memory_or_joined_at_its_address(monkeypatch):
+    """cluster.object_store_mb, cluster.address."""
+    asked = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.ray, "init", lambda **given: asked.append(given))
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(cluster, "refuse_dead_address", lambda address: None)
+    for given in (["cluster.object_store_mb=300"], ["cluster.address=10.0.0.1:6379"]):
+        one = make(monkeypatch, *given)
+        one._connect()
+        one._exits.close()
+    assert asked[0]["address"] == "local" and asked[0]["object_store_memory"] == 300 << 20
+    assert asked[1]["address"] == "10.0.0.1:6379" and "object_store_memory" not in asked[1]
+
+
+def test_a_busy_cluster_is_waited_for_as_long_as_the_config_says(monkeypatch):
+    waited = []
+    group = SimpleNamespace(wait=lambda seconds: waited.append(seconds))
+    monkeypatch.setattr(cluster, "placement_group", lambda bundles, strategy: group)
+    monkeypatch.setattr(cluster, "remove_placement_group", lambda group: None)
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 8.0}}])
+    monkeypatch.setattr(cluster.ray, "available_resources", lambda: {"CPU": 0.0})
+    one = make(monkeypatch, "cluster.timeout_s=33")
+    with pytest.raises(ClusterError, match="free after cluster.timeout_s = 33"):
+        one._reserve()
+    assert waited == [33]
+
+
+@pytest.mark.parametrize("finish_calls", [True, False])
+def test_a_weight_sync_freezes_calls_or_lets_them_finish(finish_calls, monkeypatch):
+    """async.finish_calls"""
+    happened = []
+    one = make(monkeypatch, f"async.finish_calls={finish_calls}")
+    one.engines = SimpleNamespace(
+        pause=lambda finish: happened.append(f"pause {finish}"), wake=lambda what: happened.append(f"wake {what}"),
+        resume=lambda: happened.append("resume"), serving=lambda: ["engine"],
+    )
+    one.policy = SimpleNamespace(push=lambda engines: happened.append(f"push to {engines}") or 12)
+    assert one.sync() == 12
+    assert happened == [f"pause {finish_calls}", "wake weights", "push to ['engine']", "wake kv_cache", "resume"]
