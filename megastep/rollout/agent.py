@@ -31,9 +31,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megastep.rollout.env import Env, Message, Outcome, checked_messages, checked_outcome
+from megastep.config import RolloutConfig
+from megastep.rollout.env import Env, Message, Outcome, answer, checked_outcome, checked_start, told
 from megastep.rollout.generation import Generate, Generation, Sampling
-from megastep.rollout.renderer import Renderer, RenderError
+from megastep.rollout.renderer import Renderer
 from megastep.types import Step, Trajectory
 
 CLOSE_TIMEOUT_S = 10.0
@@ -45,6 +46,7 @@ class Limits:
     max_prompt_tokens: int
     max_response_tokens: int
     env_timeout_s: float
+    max_observation_chars: int = RolloutConfig.max_observation_chars
 
 
 class _Stop(Exception):
@@ -109,10 +111,11 @@ class _Episode:
 
     async def start(self) -> list[Message]:
         self.env = self.make_env()
-        return checked_messages(await self.env.start())
+        return checked_start(await answer(self.env, "start"), self.agent.limits.max_observation_chars)
 
     async def step(self, response_ids: np.ndarray) -> Outcome:
-        return checked_outcome(await self.env.step(self.agent.renderer.text(response_ids), response_ids))
+        made = await answer(self.env, "step", self.agent.renderer.text(response_ids), response_ids)
+        return checked_outcome(made, self.agent.limits.max_observation_chars)
 
     async def call_env(self, method: Callable, *arguments):
         """Whatever an environment does, it does to its own trajectory only."""
@@ -124,14 +127,14 @@ class _Episode:
             if clock.expired():
                 reason = f"no answer within {self.agent.limits.env_timeout_s:g} s"
                 raise _Stop("env_timeout", "error", reason) from None
-            raise _Stop("env_error", "error", _told(error)) from None
+            raise _Stop("env_error", "error", told(error)) from None
 
     def render(self, method: Callable, *arguments):
-        """The template may refuse what the environment says."""
+        """What cannot be rendered or encoded is the environment's: it said it."""
         try:
             return method(*arguments)
-        except RenderError as error:
-            raise _Stop("env_error", "error", _told(error)) from None
+        except Exception as error:
+            raise _Stop("env_error", "error", told(error)) from None
 
     async def call_model(self, prompt_ids: np.ndarray) -> Step:
         agent = self.agent
@@ -147,7 +150,7 @@ class _Episode:
             made = await agent.generate(prompt_ids, sampling, session=self.session, routing_start=start)
         except (Exception, asyncio.CancelledError) as error:
             _refuse_own_cancellation(error)
-            raise _Stop("engine_error", "error", _told(error)) from None
+            raise _Stop("engine_error", "error", told(error)) from None
         return make_step(len(self.steps), prompt_ids, made, agent.renderer)
 
     def trajectory(self, stop: _Stop) -> Trajectory:
@@ -163,10 +166,10 @@ class _Episode:
             return
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self.env.close()
+                await answer(self.env, "close")
         except (Exception, asyncio.CancelledError, SystemExit) as error:  # the episode is over: what it gave stands
             _refuse_own_cancellation(error)
-            self.metrics.setdefault("error", f"close: {_told(error)}")
+            self.metrics.setdefault("error", f"close: {told(error)}")
 
 
 def make_step(index: int, prompt_ids: np.ndarray, made: Generation, renderer: Renderer) -> Step:
@@ -212,6 +215,3 @@ def _refuse_own_cancellation(error: BaseException) -> None:
     if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
         raise error
 
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
