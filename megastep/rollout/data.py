@@ -30,6 +30,7 @@ from megastep.stopping import Stopped
 
 GENERATED = "generated"
 SHOWN_PROBLEMS = 5
+LINE_CHARACTERS = 500
 DEFAULT_SPLIT = "train"
 
 
@@ -37,8 +38,14 @@ class DataError(ValueError):
     """What is wrong with a data set, one line each."""
 
     def __init__(self, problems: list[str]):
-        super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems = [_one_line(problem) for problem in problems]
+        super().__init__("\n".join(self.problems))
+
+
+def _one_line(problem: str) -> str:
+    """Names of files may hold anything, and be as long."""
+    line = " ".join(problem.replace("\0", "\\0").split())
+    return line if len(line) <= LINE_CHARACTERS else f"{line[:LINE_CHARACTERS // 2]} ... {line[-LINE_CHARACTERS // 2 :]}"
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict | str]]:
         content = path.read_bytes() if is_file else b""  # a pipe would be waited for
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{path}: cannot be read ({reason})".replace("\0", "\\0")) from None
+        raise ValueError(f"{path}: cannot be read ({reason})") from None
     if not is_file:
         raise ValueError(f"{path}: cannot be read (not a file)")
     lines = content.removeprefix(b"\xef\xbb\xbf").splitlines()
