@@ -183,11 +183,12 @@ def _setting(key: str, value: object) -> str:
 def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> int:
     """`run` the config, or tell what is wrong: one line for what users can put right, a traceback for all else."""
     from megastep import stopping
-    from megastep.config import ConfigError, load
+    from megastep.config import ConfigError, folders, load
 
     stopping.listen()
     try:
         config = load(args.config, args.overrides)
+        own_modules = [*folders(args.config), Path.cwd()]
     except ConfigError as error:
         return _refuse(error.problems)
 
@@ -197,7 +198,7 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
     from megastep.collect import OutputError
     from megastep.policy.manifest import CheckpointError
     from megastep.rollout.data import DataError
-    from megastep.rollout.env import EnvError
+    from megastep.rollout.env import EnvError, import_from
     from megastep.rollout.fleet import EngineError
     from megastep.rollout.pool import RolloutFailed
     from megastep.rollout.renderer import RenderError
@@ -206,6 +207,7 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
     from megastep.sync.convert import ConvertError
     from megastep.types import RolloutError, TrainingError
 
+    import_from(own_modules)
     try:
         run(config)
     except (ConfigError, DataError) as error:

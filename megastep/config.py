@@ -92,6 +92,7 @@ class RolloutConfig:
     top_k: int = 0  # 0: all tokens
     concurrency: int = 256  # episodes at a time; an evaluation beside training has as many of its own
     env_timeout_s: float = 60.0  # for one step of the environment
+    max_observation_chars: int = 200_000  # of what a step of the environment says; more is its error, nothing is cut
 
 
 @dataclass
@@ -349,6 +350,11 @@ def load(path: str | Path, overrides: list[str] = (), has_cuda: bool | None = No
     return result
 
 
+def folders(path: str | Path) -> list[Path]:
+    """Those of a config and of the files it is based on, its own first."""
+    return list(dict.fromkeys(source.resolve().parent for source in reversed(_chain(Path(path)))))
+
+
 def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config)).replace(f"\n{_FIELD}:", f"\n{_ASYNC}:")
 
@@ -531,6 +537,7 @@ _AT_LEAST_ONE = (
     "policy.head_rows", "train.steps", "train.micro_batch_tokens", "checkpoint.keep", "filters.max_batches",
     "warm_start.epochs", "warm_start.batch",
     "data.generated_rows", "rollout.prompts", "rollout.samples", "rollout.max_turns", "rollout.concurrency",
+    "rollout.max_observation_chars",
     "eval.prompts", "eval.samples",
 )
 _ABOVE_ZERO = (

@@ -20,6 +20,9 @@ from pathlib import Path
 import bm25s
 from aiohttp import web
 
+from megastep.rollout.data import json_lines
+from megastep.rollout.env import one_line
+
 DEFAULT_PASSAGES = 3
 
 
@@ -42,39 +45,59 @@ class Corpus:
         ]
 
 
-def _words(texts: list[str]):
+def _words(texts: list[str]) -> list[list[str]]:
     return bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
 
 
 def read_corpus(path: Path) -> Corpus:
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CorpusError(f"{path}: cannot be read ({error})") from None
+    """Lines as those of a data set: blank ones are skipped, U+2028 is no end of one."""
     passages = []
-    for number, line in enumerate(lines, 1):
-        try:
-            passage = json.loads(line)
-        except ValueError as error:
-            raise CorpusError(f"{path}:{number}: not readable as JSON ({error})") from None
-        if not isinstance(passage, dict) or not isinstance(passage.get("contents"), str):
-            raise CorpusError(f'{path}:{number}: has no "contents"; {{"contents": "text"}} is needed')
-        passages.append(passage)
+    try:
+        for where, passage in json_lines(path):
+            if isinstance(passage, str):
+                raise CorpusError(f"{where}: {passage}")
+            if not isinstance(passage.get("contents"), str):
+                raise CorpusError(f'{where}: has no "contents"; {{"contents": "text"}} is needed')
+            passages.append(passage)
+    except CorpusError:
+        raise
+    except ValueError as error:
+        raise CorpusError(str(error)) from None
     if not passages:
         raise CorpusError(f"{path}: has no passages")
+    if not any(_words([p["contents"] for p in passages])):
+        raise CorpusError(f"{path}: has no words to search for, only stop words such as `the`")
     return Corpus(passages)
+
+
+class RequestError(ValueError):
+    """A request in another form; status 400."""
+
+
+async def _asked(request: web.Request) -> tuple[list[str], int]:
+    """Queries, and how many passages of each."""
+    try:
+        asked = json.loads(await request.text())
+    except (ValueError, LookupError, RecursionError, web.RequestPayloadError) as error:  # LookupError: of a charset
+        raise RequestError(f"not readable as JSON ({one_line(error)})") from None
+    if not isinstance(asked, dict):
+        raise RequestError(f"the body is a {type(asked).__name__}")
+    queries = asked["queries"] if "queries" in asked else [asked.get("query")]
+    if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
+        raise RequestError("a query must be a text, queries a list of them")
+    count = asked.get("topk")
+    count = DEFAULT_PASSAGES if count is None else count
+    if type(count) is not int or count < 1:
+        raise RequestError("topk must be a whole number of 1 or more")
+    return queries, count
 
 
 def application(corpus: Corpus) -> web.Application:
     async def retrieve(request: web.Request) -> web.Response:
         try:
-            asked = await request.json()
-            queries = asked["queries"] if "queries" in asked else [asked["query"]]
-            count = int(asked.get("topk") or DEFAULT_PASSAGES)
-            if count < 1 or not queries or not all(isinstance(q, str) for q in queries):
-                raise ValueError("queries must be texts, topk 1 or more")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = f'{{"query": "text", "topk": 3}} is needed ({type(error).__name__}: {error})'
+            queries, count = await _asked(request)
+        except RequestError as error:
+            problem = f'{{"query": "text", "topk": 3}} is needed: {error}'
             return web.json_response({"error": problem}, status=400)
         return web.json_response({"result": corpus.search(queries, count)})
 
@@ -94,12 +117,18 @@ async def listening(app: web.Application, host: str, port: int) -> tuple[web.App
     return runner, f"http://{host}:{runner.addresses[0][1]}/retrieve"
 
 
-def main() -> int:
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text}: must be 0 to 65535")
+    return int(text)
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megastep.envs.retrieval", description=__doc__.splitlines()[0])
     parser.add_argument("corpus", type=Path, metavar="CORPUS.jsonl")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0: a free one")
-    args = parser.parse_args()
+    parser.add_argument("--port", type=_port, default=8000, help="0: a free one")
+    args = parser.parse_args(argv)
 
     async def serve():
         runner, url = await listening(application(corpus), args.host, args.port)
@@ -112,8 +141,11 @@ def main() -> int:
     try:
         corpus = read_corpus(args.corpus)
         asyncio.run(serve())
-    except (CorpusError, OSError) as error:
+    except CorpusError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (OSError, ValueError) as error:  # ValueError: a host that is no name
+        print(f"error: --host {args.host!r} --port {args.port}: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         pass

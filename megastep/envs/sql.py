@@ -9,21 +9,20 @@ Columns of the data set:
     database   a SQLite file, relative to the option `databases`
     sql        a query with the right answer; with ORDER BY, the order of rows counts
 
-Queries run on a read-only connection that may select and nothing else: no writes, no pragmas, no other files. A
-query that takes longer than `query_timeout_s` is interrupted. `python -m megastep.envs.sql_data FOLDER` writes small
-databases and questions to begin with.
+Queries run in processes of their own (sql_pool), on a read-only connection that may select and nothing else: no writes,
+no pragmas, no other files, functions of a list. One that takes longer than `query_timeout_s`, or too much memory, is
+stopped, and the model is told. `python -m megastep.envs.sql_data FOLDER` writes small databases and questions to begin
+with.
 """
 
 import re
-import sqlite3
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
+from megastep.envs.sql_pool import QueryError, Rows, run_query
 from megastep.envs.tags import after_thinking, shortened, tagged
 from megastep.rollout.env import Env, EnvError, Outcome, in_thread
 
@@ -36,15 +35,6 @@ rows. When you know the query that answers the question, write it as <solution>S
 Question: {question}"""
 HINT = "error: write a query as <sql>...</sql>, or the final one as <solution>...</solution>"
 COMPARED_ROWS = 100_000  # a result with more than these is no answer
-CELL_BYTES = 1_000_000
-_ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-_CHECK_EVERY = 1000  # instructions of SQLite's machine between looks at the clock
-
-Rows = list[tuple]
-
-
-class QueryError(ValueError):
-    """A query that SQLite refused or that took too long; the model sees the message."""
 
 
 class SQL(Env):
@@ -111,22 +101,3 @@ def same_rows(found: Rows, expected: Rows, ordered: bool) -> bool:
 def _rounded(row: tuple) -> tuple:
     return tuple(round(cell, 6) if isinstance(cell, float) else cell for cell in row)
 
-
-def run_query(database: Path, query: str, timeout_s: float, max_rows: int) -> Rows:
-    """At most `max_rows` rows. Blocks; nothing of the database can be changed, and nothing else be read."""
-    if not database.is_file():
-        raise EnvError(f"{database}: no such database")
-    connection = sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)
-    try:
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, CELL_BYTES)
-        connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY)
-        deadline = time.monotonic() + timeout_s
-        connection.set_progress_handler(lambda: time.monotonic() > deadline, _CHECK_EVERY)
-        return connection.execute(query).fetchmany(max_rows)
-    except (sqlite3.Error, sqlite3.Warning) as error:
-        late = "interrupted" in str(error)
-        raise QueryError(f"stopped after {timeout_s:g} s" if late else str(error)) from None
-    except (ValueError, OverflowError) as error:  # a null character, text that is no UTF-8
-        raise QueryError(str(error)) from None
-    finally:
-        connection.close()

@@ -20,23 +20,28 @@ What can end it, as `Trajectory.stop_reason`:
 Invariants, held by the tests:
     a prompt has at most max_prompt_tokens, a response at most max_response_tokens with the appended token;
     a response ends with an end-of-turn token, unless it was aborted: one that was cut off gets it appended, untrained;
-    an observation is in the next step's prompt and in no response;
+    an observation is in the next step's prompt and in no response; one longer than max_observation_chars is an error;
+    an environment that does not end when it is cancelled is left behind: its episode ends, the task is waited for by
+    nobody;
     experts are asked for from the first token on that no earlier step of the trajectory has recorded.
 """
 
 import asyncio
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megastep.rollout.env import Env, Message, Outcome, checked_messages, checked_outcome
+from megastep.config import RolloutConfig
+from megastep.rollout.env import Env, Message, Outcome, answer, checked_outcome, checked_start, told
 from megastep.rollout.generation import Generate, Generation, Sampling
-from megastep.rollout.renderer import Renderer, RenderError
+from megastep.rollout.renderer import Renderer
+from megastep.rollout.watch import STRETCH_S, LoopWatch, timed, warn
 from megastep.types import Step, Trajectory
 
 CLOSE_TIMEOUT_S = 10.0
+CANCEL_TIMEOUT_S = 5.0  # for an environment to end after it was cancelled
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Limits:
     max_prompt_tokens: int
     max_response_tokens: int
     env_timeout_s: float
+    max_observation_chars: int = RolloutConfig.max_observation_chars
 
 
 class _Stop(Exception):
@@ -53,6 +59,10 @@ class _Stop(Exception):
     def __init__(self, reason: str, finish: str | None = None, error: str | None = None):
         super().__init__(reason)
         self.reason, self.finish, self.error = reason, finish, error
+
+
+class _Late(Exception):
+    """An environment took longer than it may."""
 
 
 @dataclass
@@ -64,17 +74,39 @@ class Agent:
     limits: Limits
     sampling: Sampling  # max_tokens, seed and stop_token_ids are filled in here
     seed: int | str = 0
+    watch: LoopWatch = field(default_factory=LoopWatch)
 
     async def play(self, make_env: Callable[[], Env], group_id: int, index: int, session: str) -> Trajectory:
         """Never raises because of the environment or the engine; cancellation passes through, the episode closed."""
         episode = _Episode(self, make_env, group_id, index, session)
+        task = asyncio.create_task(episode.whole())
         try:
-            await episode.run()
-        except _Stop as stop:
-            return episode.trajectory(stop)
-        finally:
-            await episode.close()
-        raise AssertionError("an episode ends by _Stop")
+            await asyncio.wait([task, episode.late], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            await _leave_behind_unless_it_ends(task, episode)
+            raise
+        await _leave_behind_unless_it_ends(task, episode)
+        if task.cancelled():  # by nobody here
+            return episode.trajectory(_Stop("env_error", "error", "it cancelled its own task"))
+        if task.done():
+            return task.result()
+        return episode.trajectory(episode.stop or _Stop("env_timeout", "error", "it went on after it was cancelled"))
+
+
+async def _leave_behind_unless_it_ends(task: asyncio.Task, episode: "_Episode") -> None:
+    """Of an episode that was cancelled, or whose environment was because it was late."""
+    if task.done() or (await asyncio.wait([task], timeout=CANCEL_TIMEOUT_S + CLOSE_TIMEOUT_S))[0]:
+        return
+    task.cancel()  # whenever it comes back, it goes no further
+    asyncio._unregister_task(task)  # or whoever closes the loop would wait for it
+    _left_behind.add(task)
+    task.add_done_callback(_left_behind.discard)
+    warn(f"environment {episode.env_name()}: went on after it was cancelled, and is left behind; it must not catch "
+         "asyncio.CancelledError without raising it again")
+
+
+_left_behind: set[asyncio.Task] = set()  # the event loop itself holds tasks weakly
 
 
 class _Episode:
@@ -84,6 +116,18 @@ class _Episode:
         self.env: Env | None = None
         self.steps: list[Step] = []
         self.metrics: dict = {}
+        self.stop: _Stop | None = None  # once it is over but for closing
+        self.late = asyncio.get_running_loop().create_future()  # has a result once the environment was late
+        self.blocked_s = 0.0  # for which the environment held the event loop
+
+    async def whole(self) -> Trajectory:
+        try:
+            await self.run()
+        except _Stop as stop:
+            self.stop = stop
+        finally:
+            await self.close()
+        return self.trajectory(self.stop)
 
     async def run(self) -> None:
         limits = self.agent.limits
@@ -109,29 +153,53 @@ class _Episode:
 
     async def start(self) -> list[Message]:
         self.env = self.make_env()
-        return checked_messages(await self.env.start())
+        return checked_start(await answer(self.env, "start"), self.agent.limits.max_observation_chars)
 
     async def step(self, response_ids: np.ndarray) -> Outcome:
-        return checked_outcome(await self.env.step(self.agent.renderer.text(response_ids), response_ids))
+        made = await answer(self.env, "step", self.agent.renderer.text(response_ids), response_ids)
+        return checked_outcome(made, self.agent.limits.max_observation_chars)
 
     async def call_env(self, method: Callable, *arguments):
         """Whatever an environment does, it does to its own trajectory only."""
         try:
-            async with asyncio.timeout(self.agent.limits.env_timeout_s) as clock:
-                return await method(*arguments)
+            return await self.limited(self.agent.limits.env_timeout_s, method, *arguments)
+        except _Late as late:
+            raise _Stop("env_timeout", "error", str(late)) from None
         except (Exception, asyncio.CancelledError, SystemExit) as error:
             _refuse_own_cancellation(error)
-            if clock.expired():
-                reason = f"no answer within {self.agent.limits.env_timeout_s:g} s"
-                raise _Stop("env_timeout", "error", reason) from None
-            raise _Stop("env_error", "error", _told(error)) from None
+            raise _Stop("env_error", "error", told(error)) from None
+
+    async def limited(self, seconds: float, method: Callable, *arguments):
+        """The result of a method; _Late after some time, cancelled or not."""
+        alarm = asyncio.get_running_loop().call_later(seconds, lambda: self.late.done() or self.late.set_result(None))
+        try:
+            async with asyncio.timeout(seconds) as clock:
+                made = await timed(method(*arguments), lambda stretch_s: self.watched(method.__name__, stretch_s))
+        except (Exception, asyncio.CancelledError):
+            if not clock.expired():
+                raise
+        finally:
+            alarm.cancel()
+        if asyncio.current_task().cancelling():  # and the environment kept it to itself
+            raise asyncio.CancelledError
+        if clock.expired():
+            raise _Late(f"no answer within {seconds:g} s")
+        return made
+
+    def watched(self, method: str, stretch_s: float) -> None:
+        self.agent.watch.add(self.env_name(), method, stretch_s)
+        if stretch_s >= STRETCH_S:
+            self.blocked_s += stretch_s
+
+    def env_name(self) -> str:
+        return "that could not be made" if self.env is None else type(self.env).__name__
 
     def render(self, method: Callable, *arguments):
-        """The template may refuse what the environment says."""
+        """What cannot be rendered or encoded is the environment's: it said it."""
         try:
             return method(*arguments)
-        except RenderError as error:
-            raise _Stop("env_error", "error", _told(error)) from None
+        except Exception as error:
+            raise _Stop("env_error", "error", told(error)) from None
 
     async def call_model(self, prompt_ids: np.ndarray) -> Step:
         agent = self.agent
@@ -147,26 +215,30 @@ class _Episode:
             made = await agent.generate(prompt_ids, sampling, session=self.session, routing_start=start)
         except (Exception, asyncio.CancelledError) as error:
             _refuse_own_cancellation(error)
-            raise _Stop("engine_error", "error", _told(error)) from None
+            raise _Stop("engine_error", "error", told(error)) from None
         return make_step(len(self.steps), prompt_ids, made, agent.renderer)
 
     def trajectory(self, stop: _Stop) -> Trajectory:
         if stop.error is not None:
             self.metrics["error"] = stop.error
+        if self.blocked_s:
+            self.metrics["event_loop_blocked_s"] = round(self.blocked_s, 3)
         if self.steps:
             self.steps[-1].last = True
             self.steps[-1].finish = stop.finish or self.steps[-1].finish
         return Trajectory(self.group_id, self.index, self.steps, stop.reason, self.metrics)
 
     async def close(self) -> None:
+        async def close() -> None:
+            await answer(self.env, "close")
+
         if self.env is None:
             return
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self.env.close()
+            await self.limited(CLOSE_TIMEOUT_S, close)
         except (Exception, asyncio.CancelledError, SystemExit) as error:  # the episode is over: what it gave stands
             _refuse_own_cancellation(error)
-            self.metrics.setdefault("error", f"close: {_told(error)}")
+            self.metrics.setdefault("error", f"close: {told(error)}")
 
 
 def make_step(index: int, prompt_ids: np.ndarray, made: Generation, renderer: Renderer) -> Step:
@@ -212,6 +284,3 @@ def _refuse_own_cancellation(error: BaseException) -> None:
     if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
         raise error
 
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -13,6 +13,7 @@ are reported by file and line. Rows are held in memory.
 """
 
 import json
+import stat
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,10 +25,12 @@ from typing import Any
 import numpy as np
 
 from megastep.config import DataConfig
-from megastep.rollout.env import Env
+from megastep.rollout.env import Env, EnvError, lone_surrogate, one_line, told
+from megastep.stopping import Stopped
 
 GENERATED = "generated"
 SHOWN_PROBLEMS = 5
+LINE_CHARACTERS = 500
 DEFAULT_SPLIT = "train"
 
 
@@ -35,8 +38,14 @@ class DataError(ValueError):
     """What is wrong with a data set, one line each."""
 
     def __init__(self, problems: list[str]):
-        super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems = [_one_line(problem) for problem in problems]
+        super().__init__("\n".join(self.problems))
+
+
+def _one_line(problem: str) -> str:
+    """Names of files may hold anything, and be as long."""
+    line = " ".join(problem.replace("\0", "\\0").split())
+    return line if len(line) <= LINE_CHARACTERS else f"{line[:LINE_CHARACTERS // 2]} ... {line[-LINE_CHARACTERS // 2 :]}"
 
 
 @dataclass(frozen=True)
@@ -61,10 +70,8 @@ def load_data(config: DataConfig, env: type[Env], seed: int) -> tuple[list[dict]
 
 
 def read_rows(source: str, env: type[Env], generated_rows: int, seed: int) -> list[dict[str, Any]]:
-    if source == GENERATED:
-        return [env.generate(Random(f"{seed}/{i}")) for i in range(generated_rows)]
     rows, problems = [], []
-    for where, row in _located(source):
+    for where, row in _generated(env, generated_rows, seed) if source == GENERATED else _located(source):
         problem = row if isinstance(row, str) else _row_problem(row, env)
         if problem:
             problems.append(f"{where}: {problem}")
@@ -90,19 +97,56 @@ def _located(source: str) -> Iterator[tuple[str, dict | str]]:
         raise DataError([f"{source}: not a data set; FILE.jsonl, FILE.parquet, hf:PLACE or {GENERATED} is needed"])
 
 
+def _generated(env: type[Env], count: int, seed: int) -> Iterator[tuple[str, dict]]:
+    for i in range(count):
+        try:
+            row = env.generate(Random(f"{seed}/{i}"))
+        except (EnvError, Stopped):
+            raise
+        except (Exception, SystemExit) as error:
+            raise EnvError(f"data.train = {GENERATED}: {env.__name__}.generate raised {told(error)}") from None
+        yield f"{GENERATED}: row {i + 1}", _object(row)
+
+
 def _jsonl_rows(source: str) -> Iterator[tuple[str, dict | str]]:
     try:
-        lines = Path(source).read_bytes().splitlines()
-    except OSError as error:
-        raise DataError([f"{source}: cannot be read ({error.strerror})"]) from None
+        yield from json_lines(Path(source))
+    except ValueError as error:
+        raise DataError([str(error)]) from None
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict | str]]:
+    """The object of each line that is not blank, with where it stands; a string is what is wrong with it.
+
+    Lines end with a newline, a carriage return or both, and with nothing else: U+2028 may stand within a JSON text. A
+    byte order mark at the beginning is no part of the first line. Raises ValueError of one line without a file.
+    """
+    try:
+        is_file = stat.S_ISREG(path.stat().st_mode)
+        content = path.read_bytes() if is_file else b""  # a pipe would be waited for
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path}: cannot be read ({reason})") from None
+    if not is_file:
+        raise ValueError(f"{path}: cannot be read (not a file)")
+    lines = content.removeprefix(b"\xef\xbb\xbf").splitlines()
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            row = f"not readable as JSON ({error})"
-        yield f"{source}:{number}", row
+        if line.strip():
+            yield f"{path}:{number}", _json_object(line)
+
+
+def _json_object(line: bytes) -> dict | str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"not readable as JSON ({one_line(error)})"
+    if b"\\u" in line and (problem := lone_surrogate(value)):
+        return f"not Unicode text: {problem}"
+    return _object(value)
+
+
+def _object(row: Any) -> dict | str:
+    return row if isinstance(row, dict) else f"holds a {type(row).__name__}; an object with columns is needed"
 
 
 def _parquet_rows(source: str) -> Iterator[tuple[str, dict]]:
@@ -113,7 +157,11 @@ def _parquet_rows(source: str) -> Iterator[tuple[str, dict]]:
         table = pyarrow.parquet.read_table(source)
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError([f"{source}: cannot be read as Parquet ({' '.join(str(error).split())[:160]})"]) from None
-    for number, row in enumerate(table.to_pylist(), 1):
+    try:
+        rows = table.to_pylist()
+    except (ValueError, OverflowError) as error:  # text that is no UTF-8, times beyond Python's
+        raise DataError([f"{source}: cannot be read as Parquet ({one_line(error)})"]) from None
+    for number, row in enumerate(rows, 1):
         yield f"{source}: row {number}", row
 
 
@@ -137,9 +185,7 @@ def _hf_rows(source: str) -> Iterator[tuple[str, dict]]:
         yield f"{source}: row {number}", row
 
 
-def _row_problem(row: Any, env: type[Env]) -> str | None:
-    if not isinstance(row, dict):
-        return f"holds a {type(row).__name__}; an object with columns is needed"
+def _row_problem(row: dict[str, Any], env: type[Env]) -> str | None:
     for name, kind in env.columns.items():
         value = row.get(name)
         if value is None:

@@ -7,7 +7,8 @@
     await env.close()                           always, whatever happened
 
 `env.name` in a config is a built-in name, the name of an entry point of the group `megastep.envs` in any installed
-package, or `module:Class` of anything importable. To write one, derive from `Env`:
+package, or `module:Class` of anything importable; modules in the config's folder and in the working directory are. To
+write one, derive from `Env`:
 
     class Echo(Env):
         columns = {"word": str}                 what a row of the data set must have
@@ -30,15 +31,20 @@ import importlib
 import inspect
 import json
 import math
+import operator
+import reprlib
+import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from importlib.metadata import entry_points
+from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from megastep.stopping import Stopped
 from megastep.types import Group
 
 ENTRY_POINTS = "megastep.envs"
@@ -49,6 +55,10 @@ BUILT_IN = {
     "search": "megastep.envs.search:Search",
     "skyrl": "megastep.envs.skyrl:SkyRL",
 }
+
+SIGNATURES = {"start": "(self)", "step": "(self, text, ids)", "close": "(self)"}  # all of them async
+METRICS_CHARACTERS = 100_000  # of an outcome, as JSON
+STATES = range(-(2**63), 2**63)  # what the columns of a rollout file hold
 
 Message = dict[str, str]  # role, content; what a chat template takes
 
@@ -98,23 +108,76 @@ class Env(ABC):
 # ---------------------------------------------------------------- finding
 
 
+def import_from(folders: Iterable[Path]) -> None:
+    """Makes modules in these folders importable. They come last: none can take the place of an installed one."""
+    for folder in map(str, folders):
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
 def find_env(name: str) -> type[Env]:
     found = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | BUILT_IN
     target = found.get(name, name if ":" in name else None)
+    shown = f"env.name = {_shown(name)}"
     if target is None:
-        raise EnvError(f"env.name = {name}: unknown; one of {', '.join(sorted(found))}, or module:Class")
+        raise EnvError(f"{shown}: unknown; one of {', '.join(sorted(found))}, or module:Class")
     module, _, attribute = target.partition(":")
-    try:
-        env = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise EnvError(f"env.name = {name}: cannot be imported ({error})") from None
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        raise EnvError(f"{shown}: is not of the form module:Class")
+    env = _imported(module, attribute, shown)
     if not (inspect.isclass(env) and issubclass(env, Env)):
-        raise EnvError(f"env.name = {name}: {attribute} is no class derived from megastep.rollout.env.Env")
+        raise EnvError(f"{shown}: {attribute} is no class derived from megastep.rollout.env.Env")
+    _check_class(env, shown)
     return env
 
 
+def _imported(module: str, attribute: str, shown: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Stopped:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise EnvError(f"{shown}: cannot be imported ({one_line(error)})") from None
+    except (Exception, SystemExit) as error:  # whatever a module does when it is imported
+        raise EnvError(f"{shown}: cannot be imported, {module} raised {told(error)}") from None
+
+
+def _check_class(env: type[Env], shown: str) -> None:
+    """What can be seen of a class before it is used."""
+    if inspect.isabstract(env):
+        missing = " and ".join(f"async def {name}{SIGNATURES[name]}" for name in sorted(env.__abstractmethods__))
+        raise EnvError(f"{shown}: {env.__name__} lacks {missing}")
+    for name, signature in SIGNATURES.items():
+        method = inspect.unwrap(getattr(env, name))
+        if inspect.isfunction(method) and not inspect.iscoroutinefunction(method):
+            raise EnvError(f"{shown}: {not_async(env, name)}")
+        if inspect.isfunction(method) and not _takes(method, signature.count(",") + 1):
+            raise EnvError(f"{shown}: {env.__name__}.{name} takes {inspect.signature(method)}; write async def "
+                           f"{name}{signature}")
+    columns = env.columns
+    fits = isinstance(columns, dict) and all(isinstance(n, str) and inspect.isclass(k) for n, k in columns.items())
+    if not fits:
+        raise EnvError(f"{shown}: {env.__name__}.columns is {_short(columns)}; write {{name: type}}, such as "
+                       '{"question": str}')
+
+
+def _takes(method: Callable, arguments: int) -> bool:
+    try:
+        inspect.signature(method).bind(*[None] * arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def not_async(env: type[Env], method: str) -> str:
+    return f"{env.__name__}.{method} is not async; write async def {method}{SIGNATURES[method]}"
+
+
 def check_options(env: type[Env], options: dict[str, Any]) -> None:
-    parameters = list(inspect.signature(env).parameters.values())[1:]
+    parameters = list(inspect.signature(env).parameters.values())
+    if not any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
+        raise EnvError(f"env.name: {env.__name__} takes no row; write def __init__(self, row, ...)")
+    parameters = parameters[1:]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     names = [p.name for p in parameters]
@@ -123,44 +186,143 @@ def check_options(env: type[Env], options: dict[str, Any]) -> None:
         if key not in names:
             raise EnvError(f"env.options.{key}: {env.__name__} has no such option; {takes}")
     for p in parameters:
-        if p.default is p.empty and p.name not in options:
+        if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in options:
             raise EnvError(f"env.options.{p.name}: must be given, {env.__name__} needs it")
 
 
 # ---------------------------------------------------------------- trusting nothing
 
 
-def checked_messages(messages: Any) -> list[Message]:
+async def answer(env: Env, method: str, *arguments) -> Any:
+    """`env.METHOD(...)`, which may have been written without async."""
+    made = getattr(env, method)(*arguments)
+    if not isinstance(made, Awaitable):
+        raise EnvError(not_async(type(env), method))
+    return await made
+
+
+def checked_start(messages: Any, max_characters: int) -> list[Message]:
+    messages = checked_messages(messages, max_characters)
+    if not messages:
+        raise EnvError("start() returned no messages; the first prompt is needed")
+    return messages
+
+
+def checked_messages(messages: Any, max_characters: int) -> list[Message]:
     ok = isinstance(messages, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     )
     if not ok:
         raise EnvError(f"expected chat messages with role and content, got {_short(messages)}")
+    characters = sum(len(text) for m in messages for text in m.values() if isinstance(text, str))
+    if characters > max_characters:
+        # Not shortened: that would change the task, and nobody would know.
+        raise EnvError(f"messages of {characters} characters; rollout.max_observation_chars = {max_characters}")
     return messages
 
 
-def checked_outcome(outcome: Any) -> Outcome:
+def checked_outcome(outcome: Any, max_characters: int) -> Outcome:
     """The outcome, if it is one that can be recorded."""
-    if not isinstance(outcome, tuple) or len(outcome) < 3:
+    if not isinstance(outcome, tuple) or not 3 <= len(outcome) <= len(Outcome._fields):
         raise EnvError(f"step() returned {_short(outcome)}; an Outcome is needed")
     outcome = Outcome(*outcome)
-    checked_messages(outcome.observation)
+    return Outcome(
+        observation=checked_messages(outcome.observation, max_characters),
+        reward=_checked_reward(outcome.reward),
+        done=_checked_done(outcome.done),
+        metrics=_checked_metrics(outcome.metrics),
+        state=_checked_state(outcome.state),
+    )
+
+
+def _checked_reward(reward: Any) -> float:
     try:
-        reward = float(outcome.reward)
-        metrics = json.loads(json.dumps(dict(outcome.metrics), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise EnvError(f"step() returned reward {_short(outcome.reward)}, metrics {_short(outcome.metrics)}: "
-                       f"{error}") from None
-    if not math.isfinite(reward):
-        raise EnvError(f"step() returned the reward {reward}")
-    if outcome.state is not None and not isinstance(outcome.state, int):
-        raise EnvError(f"step() returned the state {_short(outcome.state)}; an int is needed")
-    return outcome._replace(reward=reward, done=bool(outcome.done), metrics=metrics)
+        number = float(reward)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one: of a tensor with several elements
+        number = math.nan
+    if isinstance(reward, (str, bytes)) or not math.isfinite(number):
+        raise EnvError(f"step() returned the reward {_short(reward)}; a finite number is needed")
+    return number
+
+
+def _checked_done(done: Any) -> bool:
+    if not isinstance(done, (bool, int, np.bool_, np.integer)):
+        raise EnvError(f"step() returned done = {_short(done)}; True or False is needed")
+    return bool(done)
+
+
+def _checked_state(state: Any) -> int | None:
+    if state is None:
+        return None
+    try:
+        number = operator.index(state)
+    except TypeError:
+        raise EnvError(f"step() returned the state {_short(state)}; an int is needed") from None
+    if number not in STATES:
+        raise EnvError(f"step() returned the state {_short(state)}; it must fit 64 bits: take hash(...) % 2**63")
+    return number
+
+
+def _checked_metrics(metrics: Any) -> dict[str, Any]:
+    try:
+        text = json.dumps(dict(metrics), allow_nan=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvError(f"step() returned the metrics {_short(metrics)}: {one_line(error)}") from None
+    if len(text) > METRICS_CHARACTERS:
+        raise EnvError(f"step() returned metrics of {len(text)} characters; at most {METRICS_CHARACTERS} are recorded")
+    if "\\ud" in text and (where := lone_surrogate(json.loads(text))):
+        raise EnvError(f"step() returned metrics that are no Unicode text: {where}")
+    metrics = json.loads(text)
+    for name, value in metrics.items():
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise EnvError(f"step() returned the metric {name} = {_short(value)}; it must fit a float")
+    success = metrics.get("success", True)
+    if not isinstance(success, (bool, int, float)):
+        raise EnvError(f"step() returned the metric success = {_short(success)}; True, False or a number is needed")
+    return metrics
+
+
+def _plain(value: Any) -> Any:
+    """numpy's scalars as Python's own, for JSON."""
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+def lone_surrogate(value: Any) -> str | None:
+    """Half of a UTF-16 pair in one of the texts of a JSON value: no tokenizer and no file takes it."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        return f"it has the lone surrogate {error.object[error.start]!r}"
+    return None
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
 def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
+    text = " ".join(_REPR.repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _shown(name: str) -> str:
+    """As it was written, unless that cannot be read."""
+    return name if name.isprintable() and name.strip() == name != "" and len(name) <= 80 else _short(name)
+
+
+def told(error: BaseException) -> str:
+    """An exception on one line, whatever it holds."""
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def one_line(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"its text cannot be had, {type(broken).__name__}"
+    return " ".join(text[:1000].split())[:300].encode("utf-8", "backslashreplace").decode()
 
 
 # ---------------------------------------------------------------- blocking work

@@ -61,6 +61,7 @@ class Task:
             max_prompt_tokens=config.prompt_tokens(read_architecture(config.model.path)),
             max_response_tokens=rollout.max_response_tokens,
             env_timeout_s=rollout.env_timeout_s,
+            max_observation_chars=rollout.max_observation_chars,
         )
         sampling = Sampling(
             max_tokens=rollout.max_response_tokens, temperature=sampled.temperature, top_p=sampled.top_p,

@@ -31,6 +31,8 @@ MEANINGS = {
     "did not start; rollout/stop_REASON says which",
     "rollout/version": "of the weights that the engines have now: optimizer steps behind them",
     "rollout/tokens_per_s": "sampled tokens per second of the rollout",
+    "env/event_loop_blocked_s": "seconds for which the environment of an episode held the event loop, in stretches of "
+    "half a second and more, mean over the trajectories in which it did; all other episodes waited meanwhile",
     "env/NAME": "mean over the trajectories for which the environment reports a number of that name",
     # how old it is
     "age/mean": "policies that the engines were given since a trained token was sampled, mean",

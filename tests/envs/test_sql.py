@@ -3,12 +3,15 @@
 import asyncio
 import hashlib
 import sqlite3
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megastep.envs import sql_data
+from megastep.envs import sql_data, sql_pool, sql_worker
 from megastep.envs.sql import SQL, QueryError, run_query, same_rows
 from megastep.rollout.data import read_rows
 from megastep.rollout.env import EnvError
@@ -78,9 +81,9 @@ def test_s17_queries_may_read_and_nothing_else(database, query):
 
 
 def test_s17_the_connection_itself_is_read_only(database, monkeypatch):
-    monkeypatch.setattr("megastep.envs.sql._ALLOWED", set(range(100)))
-    with pytest.raises(QueryError, match="attempt to write a readonly database"):
-        run_query(database, "DELETE FROM product", 5.0, 10)
+    monkeypatch.setattr(sql_worker, "ACTIONS", set(range(100)))
+    request = {"database": str(database), "query": "DELETE FROM product", "timeout_s": 5.0, "max_rows": 10}
+    assert sql_worker.answer(request) == {"error": "attempt to write a readonly database"}
 
 
 def test_s17_a_query_that_never_ends_is_stopped(database):
@@ -88,6 +91,119 @@ def test_s17_a_query_that_never_ends_is_stopped(database):
     with pytest.raises(QueryError, match="stopped after 0.2 s"):
         run_query(database, FOREVER, 0.2, 10)
     assert time.monotonic() - begin < 2
+
+
+WITHIN_A_FUNCTION = (
+    "SELECT instr(replace(hex(zeroblob(499000)), '0', 'a'), replace(hex(zeroblob(240000)), '0', 'a') || 'b')"
+)
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+GREEDY = [
+    ENDLESS + "SELECT zeroblob(999999) FROM n",
+    ENDLESS + "SELECT hex(zeroblob(400000)) FROM n ORDER BY 1",
+    ENDLESS + "SELECT json_group_array(printf('%9999d', i)) FROM n",
+    "SELECT " + ", ".join(["zeroblob(999999)"] * 1000),
+    "SELECT " + ", ".join(["zeroblob(999999)"] * 400),
+    "SELECT " + ", ".join(["printf('%999999d', 1)"] * 400),
+]
+
+
+def peak_mb(process: int | str) -> int:
+    (line,) = [line for line in Path(f"/proc/{process}/status").read_text().splitlines() if "VmHWM" in line]
+    return int(line.split()[1]) >> 10
+
+
+@pytest.mark.parametrize("query", GREEDY, ids=range(len(GREEDY)))
+def test_d2_a_query_that_wants_memory_is_stopped_and_the_episode_goes_on(data, query):
+    """One of these took 3 GB of the driver, another 4."""
+    env, before = make(data, query_timeout_s=10.0), peak_mb("self")
+    greedy, after, solved = turns(
+        env, f"<sql>{query}</sql>", "<sql>SELECT 1</sql>",
+        "<solution>SELECT name FROM product ORDER BY id LIMIT 1</solution>",
+    )
+    assert greedy.observation[0]["content"].startswith("error: ") and not greedy.done
+    assert after.observation[0]["content"] == "1" and solved.reward == 1
+    assert solved.metrics["query_errors"] == 1
+    assert peak_mb("self") - before < 50
+    assert max(peak_mb(worker.process.pid) for worker in sql_pool._idle) < 300
+
+
+def test_d2_a_query_that_hangs_within_a_function_is_stopped(database):
+    """SQLite looks at the clock between its instructions only: the process ends, and another takes its place."""
+    begin = time.monotonic()
+    with pytest.raises(QueryError, match="stopped after 0.1 s"):
+        run_query(database, WITHIN_A_FUNCTION, 0.1, 10)
+    assert time.monotonic() - begin < 3
+    assert run_query(database, "SELECT 1", 5.0, 10) == [(1,)]
+
+
+def test_d2_a_process_that_died_is_replaced(database):
+    run_query(database, "SELECT 1", 5.0, 10)
+    worker = sql_pool._idle[-1]
+    worker.process.kill()
+    worker.process.wait()
+    with pytest.raises(QueryError, match="stopped: it took too much memory"):
+        run_query(database, "SELECT 1", 5.0, 10)
+    assert run_query(database, "SELECT 1", 5.0, 10) == [(1,)] and worker not in sql_pool._idle
+
+
+def test_d2_the_whole_process_has_a_limit_of_memory(database):
+    """Where SQLite's own does not hold, such as for what Python makes of its rows."""
+    run_query(database, "SELECT 1", 5.0, 10)
+    limits = Path(f"/proc/{sql_pool._idle[-1].process.pid}/limits").read_text()
+    (line,) = [line for line in limits.splitlines() if line.startswith("Max address space")]
+    assert line.split()[3] == str(sql_worker.PROCESS_BYTES)
+
+
+@pytest.mark.parametrize("function", [
+    "load_extension('x')", "fts3_tokenizer('x')", "randomblob(9)", "sqlite_version()", "sqlite_compileoption_get(1)",
+    "readfile('/etc/passwd')", "writefile('/tmp/x', 'y')", "edit('x')", "last_insert_rowid()", "sqlite_log(1, 'x')",
+])
+def test_d2_functions_that_are_not_on_the_list(database, function):
+    with pytest.raises(QueryError, match="not authorized to use function|no such function"):
+        run_query(database, f"SELECT {function}", 5.0, 1)
+
+
+@pytest.mark.parametrize("expression, value", [
+    ("count(*) FROM product", 8), ("upper('a') || substr('bcd', 2)", "Acd"), ("round(2.5) + abs(-1)", 4.0),
+    ("strftime('%Y', '2024-05-01')", "2024"), ("CAST(julianday('2024-01-02') - julianday('2024-01-01') AS INT)", 1),
+    ("sum(x) OVER (ORDER BY x) FROM (SELECT 3 AS x)", 3), ("json_extract('{\"a\": 5}', '$.a')", 5),
+    ("'{\"a\": 6}' ->> 'a'", 6), ("iif(1 LIKE '1', coalesce(NULL, 'x'), 'y')", "x"), ("x'00ff'", b"\x00\xff"),
+    ("9e999", float("inf")), ("group_concat(x, '-') FROM (SELECT 1 AS x UNION SELECT 2)", "1-2"), ("NULL", None),
+    ("sqrt(16) + pow(2, 3)", 12.0), ("9223372036854775807", 2**63 - 1), ("char(55357, 56832) IS NOT NULL", 1),
+])
+def test_d2_what_questions_need_still_runs(database, expression, value):
+    assert run_query(database, f"SELECT {expression}", 5.0, 1) == [(value,)]
+
+
+def test_d2_processes_are_used_again_and_bounded(data):
+    sql_pool.end_workers()
+
+    async def run():
+        envs = [make(data) for _ in range(40)]
+        return await asyncio.gather(*[env.step("<sql>SELECT count(*) FROM product</sql>", NO_IDS) for env in envs])
+
+    outcomes = asyncio.run(run())
+    assert all(outcome.observation[0]["content"] == "8" for outcome in outcomes)
+    asyncio.run(run())
+    assert 1 <= len(sql_pool._idle) <= sql_pool.MOST
+
+
+def test_d2_processes_end_with_whoever_started_them(database):
+    """Killed, it cannot tell them: their input ends."""
+    script = f"""
+import os, signal
+from pathlib import Path
+from megastep.envs import sql_pool
+sql_pool.run_query(Path({str(database)!r}), "SELECT 1", 5.0, 1)
+print(sql_pool._idle[-1].process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    worker = Path(f"/proc/{int(run.stdout)}")
+    deadline = time.monotonic() + 10
+    while worker.exists() and "zombie" not in (worker / "status").read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not worker.exists() or "zombie" in (worker / "status").read_text()
 
 
 def test_s17_a_slow_query_does_not_hold_up_other_episodes(data):

@@ -1,5 +1,5 @@
-"""Tokenizers and chat templates in the manner of Qwen3 and gpt-oss, small and built here; and an engine that reads from
-a script."""
+"""Tokenizers and chat templates in the manner of Qwen3, gpt-oss, Llama 3 and DeepSeek, small and built here; and an
+engine that reads from a script."""
 
 from dataclasses import dataclass, field
 
@@ -53,16 +53,38 @@ GPT_OSS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}"""
 
+# Contents are trimmed; any role goes.
+LLAMA3 = """\
+{{- bos_token }}
+{%- for m in messages %}
+    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+# Turns are told apart by added tokens that are not special.
+DEEPSEEK = """\
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}{{- '<｜Assistant｜>' + m.content.split('</think>')[-1] + eos_token }}
+    {%- else %}{{- '<｜User｜>' + m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{% endif %}"""
+
 # Nothing tells where the model's turn ends.
 OPEN_ENDED = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}{{ 'assistant: ' }}"
 
 MARKS = {
     "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "gpt_oss": ["<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"],
+    "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "deepseek": ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"],
     "open_ended": ["<|endoftext|>"],
 }
-TEMPLATES = {"qwen3": QWEN3, "gpt_oss": GPT_OSS, "open_ended": OPEN_ENDED}
-EOS = {"qwen3": "<|im_end|>", "gpt_oss": "<|return|>", "open_ended": "<|endoftext|>"}
+ORDINARY = {"deepseek": ["<｜User｜>", "<｜Assistant｜>"]}  # added, and not special
+TEMPLATES = {"qwen3": QWEN3, "gpt_oss": GPT_OSS, "llama3": LLAMA3, "deepseek": DEEPSEEK, "open_ended": OPEN_ENDED}
+BOS = {"llama3": "<|begin_of_text|>", "deepseek": "<｜begin▁of▁sentence｜>"}
+EOS = {"qwen3": "<|im_end|>", "gpt_oss": "<|return|>", "llama3": "<|eot_id|>", "deepseek": "<｜end▁of▁sentence｜>",
+       "open_ended": "<|endoftext|>"}
 
 
 def tokenizer(kind: str) -> PreTrainedTokenizerFast:
@@ -74,8 +96,10 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS[kind]])
-    made.add_tokens(["<think>", "</think>"])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=EOS[kind], chat_template=TEMPLATES[kind])
+    made.add_tokens(["<think>", "</think>", *ORDINARY.get(kind, [])])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token=BOS.get(kind), eos_token=EOS[kind], chat_template=TEMPLATES[kind]
+    )
 
 
 def ids(kind_or_renderer, text: str) -> np.ndarray:

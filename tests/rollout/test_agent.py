@@ -1,6 +1,7 @@
 """S1, S7, S8, S9, S10: what an episode leaves behind, whatever the environment and the engine did."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -231,7 +232,12 @@ def returns(value):
 
 
 GARBAGE = [None, "text", Outcome("text"), Outcome([{"role": "user"}]), Outcome(reward=float("nan")),
-           Outcome(reward="much"), Outcome(metrics={"x": object()}), Outcome(state="here"), (1, 2)]
+           Outcome(reward="much"), Outcome(metrics={"x": object()}), Outcome(state="here"), (1, 2),
+           Outcome(state=2**70), Outcome(state=-(2**63) - 1), Outcome(state=1.5), Outcome(metrics={"success": "no"}),
+           Outcome(metrics={"success": None}), Outcome(metrics={"success": []}), Outcome(metrics={"x": np.float32("nan")}),
+           Outcome(metrics={"x": 10**400}), Outcome(metrics={"x": "\ud800"}), Outcome(metrics={"x": "y" * 200_000}),
+           Outcome(metrics=5), Outcome(reward="1.5"), Outcome(reward=10**400), Outcome(reward=np.ones(2)),
+           Outcome(done="no"), Outcome(done=None), Outcome(done=np.ones(2)), (1, 2, 3, 4, 5, 6)]
 
 
 @pytest.mark.parametrize(
@@ -257,6 +263,205 @@ def test_an_environment_that_does_not_start():
     trajectory, script, _ = play(Broken())
     assert (trajectory.steps, trajectory.stop_reason, script.calls) == ([], "env_error", [])
     assert "expected chat messages" in trajectory.env_metrics["error"]
+
+
+@pytest.mark.parametrize("mode", ["tokens", "chat"])
+@pytest.mark.parametrize("messages", [
+    [{"role": "user", "content": "\ud800"}], [{"role": "\udfff", "content": "x"}], [],
+    [{"role": "user", "content": "x", "more": {"a": "\ud800"}}, {"role": "user", "content": "\udc80"}],
+], ids=["content", "role", "none", "second"])
+def test_c1_what_cannot_be_rendered_marks_the_episode(messages, mode):
+    """A lone surrogate in a data row or an observation, or no message at all, ended the whole run."""
+    class Start(Talk):
+        async def start(self):
+            return messages
+
+    trajectory, script, _ = play(Start(), mode=mode)
+    assert (trajectory.steps, trajectory.stop_reason, script.calls) == ([], "env_error", [])
+    assert "\n" not in trajectory.env_metrics["error"] and trajectory.env_metrics["error"].encode()
+    if messages:
+        trajectory, _, _ = play(Talk(returns(Outcome(messages))), mode=mode)
+        assert trajectory.stop_reason == "env_error" and "lone surrogate" in trajectory.env_metrics["error"]
+
+
+def test_c1_messages_nested_without_end_mark_the_episode():
+    endless = {"role": "user", "content": "x"}
+    endless["again"] = endless
+    trajectory, _, _ = play(Talk(returns(Outcome([endless]))))
+    assert trajectory.stop_reason == "env_error" and "RecursionError" in trajectory.env_metrics["error"]
+
+
+def test_c1_an_error_that_cannot_be_printed_is_told_all_the_same():
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError
+
+    async def mute():
+        raise Mute
+
+    async def half():
+        raise ValueError("a\n\ud800")
+
+    assert play(Talk(mute))[0].env_metrics["error"] == "Mute: its text cannot be had, ValueError"
+    assert play(Talk(half))[0].env_metrics["error"] == "ValueError: a \\ud800"
+
+
+def test_c10_numpys_numbers_are_numbers():
+    outcome = Outcome(reward=np.float32(0.5), done=np.bool_(True), state=np.int64(7), metrics={
+        "success": np.bool_(True), "n": np.int32(3), "x": np.float32(0.25), "zero_d": np.array(4), "list": [np.int8(1)]})
+    trajectory, _, _ = play(Talk(returns(outcome._replace(done=np.bool_(False))), returns(outcome)))
+    assert trajectory.stop_reason == "done" and trajectory.reward == 1.0
+    assert trajectory.env_metrics == {"success": True, "n": 3, "x": 0.25, "zero_d": 4, "list": [1]}
+    assert trajectory.steps[1].state == 7 and type(trajectory.steps[1].state) is int
+    assert trajectory.env_metrics["success"] is True
+
+
+@pytest.mark.parametrize("state", [2**63 - 1, -(2**63), 0, True])
+def test_c10_states_of_64_bits_are_kept(state):
+    trajectory, _, _ = play(Talk(returns(Outcome(state=state))))
+    assert trajectory.stop_reason == "done" and trajectory.steps[1].state == state
+
+
+@pytest.mark.parametrize("method", ["start", "step", "close"])
+def test_c10_a_method_without_async_is_told_what_to_write(method):
+    env = Talk()
+    setattr(env, method, lambda *_: [])
+    trajectory, _, _ = play(env)
+    written = {"start": "start(self)", "step": "step(self, text, ids)", "close": "close(self)"}[method]
+    error = f"EnvError: Talk.{method} is not async; write async def {written}"
+    assert trajectory.env_metrics["error"].removeprefix("close: ") == error
+    assert trajectory.stop_reason == ("done" if method == "close" else "env_error")
+
+
+# ---------------------------------------------------------------- C11: environments that hold others up
+
+
+def test_c11_an_observation_above_the_limit_is_an_error_and_is_not_cut():
+    limits = Limits(8, 200, 40, 5.0, max_observation_chars=1004)
+    at_limit, _, _ = play(Talk("x" * 1000), limits=limits)  # `user` counts
+    above, _, _ = play(Talk("x" * 1001), limits=limits)
+    first, _, _ = play(Talk(question="x" * 1001), limits=limits)
+    assert at_limit.stop_reason == "context"
+    for trajectory in (above, first):
+        assert trajectory.stop_reason == "env_error"
+        error = "EnvError: messages of 1005 characters; rollout.max_observation_chars = 1004"
+        assert trajectory.env_metrics["error"] == error
+
+
+async def ignores_its_end():
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr("megastep.rollout.agent.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("megastep.rollout.agent.CANCEL_TIMEOUT_S", 0.1)
+
+
+def test_c11_an_environment_that_swallows_its_cancellation_is_left_behind(impatient, capsys):
+    """`asyncio.run` would wait for its task for ever."""
+    begin = time.monotonic()
+    trajectory, _, _ = play(Talk("one", ignores_its_end), limits=Limits(8, 200, 40, 0.05))
+    assert time.monotonic() - begin < 5
+    assert trajectory.stop_reason == "env_timeout" and len(trajectory.steps) == 2
+    assert trajectory.env_metrics["error"] == "it went on after it was cancelled"
+    assert "warning: environment Talk: went on after it was cancelled, and is left behind" in capsys.readouterr().err
+
+
+def test_c11_one_that_never_closes_keeps_its_trajectory(impatient, capsys):
+    env = Talk()
+    env.close = ignores_its_end
+    trajectory, _, _ = play(env)
+    assert trajectory.stop_reason == "done" and trajectory.reward == 1
+    assert "environment Talk: went on after it was cancelled" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("swallows", ["for ever", "once"])
+def test_c11_cancelling_an_episode_ends_although_its_environment_does_not(swallows, impatient):
+    async def once():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return Outcome([{"role": "user", "content": "on"}])
+
+    async def run():
+        renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
+        script = chats.Script(renderer, [THINKING])
+        env = Talk(ignores_its_end if swallows == "for ever" else once, "two", "three")
+        agent = Agent(script, renderer, LIMITS, Sampling(max_tokens=0))
+        episode = asyncio.create_task(agent.play(lambda: env, 0, 0, "0/0"))
+        while not env.heard:
+            await asyncio.sleep(0.001)
+        episode.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await episode
+        return len(script.calls)
+
+    begin = time.monotonic()
+    assert asyncio.run(run()) == 1  # it goes no further
+    assert time.monotonic() - begin < 5
+
+
+def test_c11_an_environment_that_cancels_itself_marks_its_trajectory():
+    async def cancels():
+        asyncio.current_task().cancel()
+        await asyncio.sleep(1)
+
+    trajectory, _, _ = play(Talk("one", cancels))
+    assert trajectory.stop_reason == "env_error" and trajectory.env_metrics["error"] == "it cancelled its own task"
+
+
+def test_c11_one_task_calls_an_environment_from_its_start_to_its_end():
+    """What is opened in start() may be closed in close(): cancel scopes belong to a task."""
+    tasks = []
+
+    class Scoped(Talk):
+        async def start(self):
+            tasks.append(asyncio.current_task())
+            return await super().start()
+
+        async def step(self, text, ids):
+            tasks.append(asyncio.current_task())
+            return await super().step(text, ids)
+
+        async def close(self):
+            tasks.append(asyncio.current_task())
+
+    play(Scoped("one"))
+    assert len(tasks) == 4 and len(set(tasks)) == 1
+
+
+def test_c11_who_blocks_the_event_loop_is_named(capsys):
+    async def sleeps():
+        await asyncio.sleep(0.01)
+        time.sleep(0.6)
+        return Outcome([{"role": "user", "content": "on"}])
+
+    async def waits():
+        await asyncio.sleep(0.6)
+        return Outcome([{"role": "user", "content": "on"}])
+
+    patient, _, _ = play(Talk(waits))
+    assert patient.env_metrics == {"success": True} and capsys.readouterr().err == ""
+    trajectory, _, _ = play(Talk(sleeps, sleeps))
+    assert 1.2 <= trajectory.env_metrics["event_loop_blocked_s"] < 3
+    (line,) = capsys.readouterr().err.splitlines()  # once
+    assert line.startswith("warning: environment Talk: step() held the event loop for 0.6 s at a stretch, and every")
+
+
+def test_c11_many_short_blocks_are_noticed_too(capsys, monkeypatch):
+    monkeypatch.setattr("megastep.rollout.watch.WINDOW_S", 0.2)
+
+    async def sleeps():
+        time.sleep(0.1)
+        return Outcome([{"role": "user", "content": "on"}])
+
+    play(Talk(sleeps, sleeps, sleeps, sleeps))
+    assert "warning: environment Talk: held the event loop for 0." in capsys.readouterr().err
 
 
 def test_an_observation_that_the_template_refuses():

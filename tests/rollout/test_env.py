@@ -1,6 +1,7 @@
 """Environments are found by name, and told what they were not given."""
 
 import asyncio
+import functools
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from megastep.rollout import env as env_module
-from megastep.rollout.env import BUILT_IN, Env, EnvError, check_options, find_env, in_thread
+from megastep.rollout.env import BUILT_IN, Env, EnvError, Outcome, check_options, find_env, import_from, in_thread
 
 
 class Echo(Env):
@@ -51,6 +52,92 @@ def test_by_entry_point(monkeypatch):
 def test_not_found(name, message):
     with pytest.raises(EnvError, match=message):
         find_env(name)
+
+
+MODULES = {
+    "syntax": ("def (:\n", "raised SyntaxError: invalid syntax"),
+    "raises": ("1 / 0\n", "raised ZeroDivisionError: division by zero"),
+    "exits": ("import sys\nsys.exit(3)\n", "raised SystemExit: 3"),
+    "imports": ("import no_such_package\n", "No module named 'no_such_package'"),
+    "lines": ("raise ValueError('a\\nb')\n", "raised ValueError: a b"),
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_c12_a_module_that_cannot_be_imported_is_one_line(module, tmp_path, monkeypatch):
+    source, message = MODULES[module]
+    (tmp_path / f"broken_{module}.py").write_text(source)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    with pytest.raises(EnvError, match=f"^env.name = broken_{module}:Y: cannot be imported.*{message}") as error:
+        find_env(f"broken_{module}:Y")
+    assert "\n" not in str(error.value)
+
+
+def made(name="Made", **members) -> type:
+    async def start(self):
+        return []
+
+    async def step(self, text, ids):
+        return Outcome()
+
+    return type(name, (Env,), {"start": start, "step": step} | members)
+
+
+async def few(self):
+    return None
+
+
+async def with_default(self, text, ids, more=None):
+    return None
+
+
+@pytest.mark.parametrize("members, message", [
+    ({"step": lambda self, text, ids: None}, r"Made.step is not async; write async def step\(self, text, ids\)"),
+    ({"start": lambda self: []}, r"Made.start is not async; write async def start\(self\)"),
+    ({"close": lambda self: None}, r"Made.close is not async; write async def close\(self\)"),
+    ({"step": few}, r"Made.step takes \(self\); write async def step\(self, text, ids\)"),
+    ({"columns": ["question"]}, r"Made.columns is \['question'\]; write {name: type}"),
+    ({"columns": {"question": "str"}}, "Made.columns is .*; write {name: type}"),
+])
+def test_c10_a_class_that_cannot_be_played_is_told_what_to_write(members, message, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "Made", made(**members), raising=False)
+    with pytest.raises(EnvError, match=message):
+        find_env(f"{__name__}:Made")
+
+
+def test_c10_methods_that_can_be_called_are_left_alone(monkeypatch):
+    def wrapped(method):
+        @functools.wraps(method)
+        def call(*arguments):
+            return method(*arguments)
+
+        return call
+
+    env = made(step=with_default, start=wrapped(Echo.start))
+    monkeypatch.setattr(sys.modules[__name__], "Made", env, raising=False)
+    assert find_env(f"{__name__}:Made") is env
+
+
+def test_c10_a_class_without_its_methods(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "Made", type("Made", (Env,), {}), raising=False)
+    with pytest.raises(EnvError, match=r"Made lacks async def start\(self\) and async def step\(self, text, ids\)"):
+        find_env(f"{__name__}:Made")
+    with pytest.raises(EnvError, match="NoRow takes no row; write def __init__"):
+        check_options(made("NoRow", __init__=lambda self: None), {})
+
+
+def test_e_own_modules_are_found_and_take_nobodys_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    source = "from tests.rollout.test_env import Echo\nclass Mine(Echo): pass\n"
+    (tmp_path / "own_env_module.py").write_text(source)
+    (tmp_path / "wave.py").write_text("raise ValueError")  # a name of the standard library
+    sys.modules.pop("wave", None)
+    with pytest.raises(EnvError, match="No module named 'own_env_module'"):
+        find_env("own_env_module:Mine")
+    import_from([tmp_path, tmp_path])
+    assert find_env("own_env_module:Mine").__name__ == "Mine" and sys.path.count(str(tmp_path)) == 1
+    with pytest.raises(EnvError, match="Wave_read is no class derived"):
+        find_env("wave:Wave_read")
 
 
 def test_options():
