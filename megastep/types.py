@@ -25,6 +25,7 @@ Token `k` is visible to token `q` iff `k <= q < end[k]`. A trie with several roo
 its trees apart. The last token of a step predicts nothing, so nobody computes it.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -41,6 +42,11 @@ class RolloutError(ValueError):
     def __init__(self, problems: list[str]):
         super().__init__("\n".join(problems))
         self.problems = problems
+
+    def summary(self) -> str:
+        """The first, and how many more there are: one line for a file that may hold thousands."""
+        more = len(self.problems) - 1
+        return self.problems[0] + (f" (and {more} more)" if more else "")
 
 
 class TrainingError(RuntimeError):
@@ -91,7 +97,12 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        return float(sum(step.reward for step in self.steps))
+        """The sum over the steps, rounded once: the same in whatever order the rewards came."""
+        rewards = [step.reward for step in self.steps]
+        try:
+            return math.fsum(rewards)
+        except (OverflowError, ValueError):  # beyond the largest number, or inf - inf: not finite
+            return float(sum(rewards))
 
 
 @dataclass(eq=False)

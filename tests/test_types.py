@@ -113,6 +113,17 @@ def test_s2_the_reward_of_a_trajectory_is_the_sum_of_its_steps():
     assert Trajectory(0, 0, []).reward == 0
 
 
+def test_a2_the_reward_of_a_trajectory_does_not_depend_on_the_order_of_its_steps():
+    orders = ([0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [1e16, 0.5, -1e16], [0.5, 1e16, -1e16])
+    totals = [Trajectory(0, 0, [step(reward=r) for r in order]).reward for order in orders]
+    assert totals[0] == totals[1] and totals[2] == totals[3] == 0.5
+
+
+@pytest.mark.parametrize("rewards", [(np.inf, -np.inf), (1e308, 1e308), (np.nan, 1.0)])
+def test_rewards_without_a_finite_sum_are_not_an_exception(rewards):
+    assert not np.isfinite(Trajectory(0, 0, [step(reward=r) for r in rewards]).reward)
+
+
 def test_loss_tables_know_where_steps_start():
     ids = lambda *values: np.array(values, np.int32)  # noqa: E731
     nothing = np.zeros(5, np.float32)
@@ -127,4 +138,4 @@ def test_types_imports_nothing_of_ours():
     tree = ast.parse(Path(megastep.types.__file__).read_text())
     imported = [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
     imported += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
-    assert set(imported) == {"dataclasses", "functools", "numpy"}
+    assert set(imported) == {"dataclasses", "functools", "math", "numpy"}

@@ -194,8 +194,7 @@ def read(path: str | Path) -> list[Group]:
     try:
         validate(groups)
     except RolloutError as error:
-        more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
-        raise StoreError(f"{path}: not a valid rollout: {error.problems[0]}{more}") from None
+        raise StoreError(f"{path}: not a valid rollout: {error.summary()}") from None
     return groups
 
 
