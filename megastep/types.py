@@ -46,8 +46,9 @@ class RolloutError(ValueError):
 
     def summary(self) -> str:
         """The first, and how many more there are: one line for a file that may hold thousands."""
-        more = len(self.problems) - 1
-        return self.problems[0] + (f" (and {more} more)" if more else "")
+        first, more = self.problems[0], len(self.problems) - 1
+        first = first if len(first) <= 300 else first[:297] + "..."
+        return first + (f" (and {more} more)" if more else "")
 
 
 class TrainingError(RuntimeError):
@@ -255,6 +256,8 @@ def _version_problems(step: Step) -> list[str]:
     if versions.dtype != np.int32 or versions.ndim != 2 or versions.shape[1] != 2:
         return [f"versions is {versions.dtype} {list(versions.shape)}; int32 rows (version, tokens) are needed"]
     covered = int(versions[:, 1].sum())
+    if versions.min(initial=0) < 0:
+        return [f"versions holds the negative number {versions.min()}"]
     return [] if covered == response else [f"versions cover {covered} of {response} response tokens"]
 
 

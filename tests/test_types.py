@@ -39,7 +39,8 @@ def test_s16_good_rollouts_pass():
     validate([])
     validate([group(step(last=False), step(1)), group(id=4)])
     validate([group(step(logprobs=None, routing=routing(3)))])
-    validate([group(step(last=False, routing=routing(3)), step(1, prompt=(1, 2, 3, 4), routing=routing(2), routing_start=3))])
+    later = step(1, prompt=(1, 2, 3, 4), routing=routing(2), routing_start=3)  # what the first has not recorded
+    validate([group(step(last=False, routing=routing(3)), later)])
     validate([group(step(response=(), versions=np.zeros((0, 2), np.int32), routing=routing(1)))])
     eos_appended = step(response=(3, 4, 9), loss_mask=np.array([True, True, False]), routing=routing(3))
     validate([group(eos_appended)])
