@@ -38,7 +38,7 @@ from megastep.samples import filters, store
 from megastep.samples.ages import Ages
 from megastep.samples.credit import check_estimator
 from megastep.samples.metrics import evaluation_metrics, filter_metrics, rollout_metrics
-from megastep.samples.packing import mini_batches
+from megastep.samples.packing import check_lengths, mini_batches
 from megastep.types import Group, RolloutError, validate
 
 
@@ -97,6 +97,7 @@ def read_batches(config: Config, path: Path) -> list[tuple[list[Group], list[Gro
         try:
             kept, dropped = sift(batch, config)
             teaching, _ = filters.zero_variance(kept, **asdict(config.credit))
+            check_lengths(kept, config.budget_tokens, config.policy.parallel.tensor)
         except ValueError as error:
             raise store.StoreError(f"{path}: {error}") from None
         batches.append((batch, kept, dropped, len(teaching)))

@@ -21,7 +21,6 @@ Left out: `gae` and `reinforce++`. They give every token its own value across th
 number per step cannot carry.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -53,13 +52,12 @@ def advantages(group: Group, estimator: str, discount: float = 1.0, step_weight:
     problem = check_estimator(estimator)
     if problem:
         raise ValueError(f"credit.estimator = {estimator}: {problem}")
-    rewards = np.array([t.reward for t in group.trajectories], np.float64)
+    rewards, sizes = outcomes(group)
     for trajectory, reward in zip(group.trajectories, rewards):
         if not np.isfinite(reward):
             raise ValueError(f"group {group.id}, trajectory {trajectory.index}: reward is {reward}, must be finite")
     if estimator == "maxrl" and rewards.min(initial=0) < 0:
         raise ValueError(f"credit.estimator = maxrl: needs rewards of 0 or more, got {rewards.min()}")
-    sizes = np.array([math.fsum(abs(s.reward) for s in t.steps) for t in group.trajectories])
     if estimator in OUTCOME:
         per_trajectory = _compare(_OUTCOME[estimator], rewards, sizes)
         return [np.full(len(t.steps), a, np.float32) for t, a in zip(group.trajectories, per_trajectory)]
@@ -73,6 +71,12 @@ def advantages(group: Group, estimator: str, discount: float = 1.0, step_weight:
     states = [[_state(s) for s in t.steps] for t in group.trajectories]
     episode = _compare(grpo, rewards, sizes)
     return gigpo(episode, returns, return_sizes, states, step_weight)
+
+
+def outcomes(group: Group) -> tuple[np.ndarray, np.ndarray]:
+    """The reward of each trajectory, and the sum of the absolute rewards of its steps."""
+    rewards = np.array([t.reward for t in group.trajectories], np.float64)
+    return rewards, np.array([sum(abs(s.reward) for s in t.steps) for t in group.trajectories], np.float64)
 
 
 def degenerate(values: np.ndarray, sizes: np.ndarray) -> bool:

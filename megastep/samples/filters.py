@@ -87,10 +87,10 @@ def _teaches(group: Group, advantages: list[np.ndarray]) -> bool:
 
 
 def _why_degenerate(group: Group) -> str:
-    rewards = np.array([t.reward for t in group.trajectories])
+    rewards, sizes = credit.outcomes(group)
     if len(rewards) == 1:
         return "one trajectory, none to compare it with"
-    if np.ptp(rewards) <= credit.TOLERANCE * np.abs(rewards).max():
+    if credit.degenerate(rewards, sizes):
         return f"all {len(rewards)} trajectories have reward {rewards[0]:g}"
     return "no trained step has an advantage other than 0"
 

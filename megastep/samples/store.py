@@ -17,8 +17,8 @@ Offsets: entry i owns offsets[i] to offsets[i + 1] of the column below it. G gro
     step/has_routing      bool [S]       step/routing_rows       i64 [S + 1]  → routing
     step/routing_start    i32 [S]        routing                 u8 or i16 [Σn, L, K]
     version 2 only:
-    checksums             u8 [4 + 4C]    zlib.crc32 of the header with its length, then of each of the C other columns in
-                                         the order of the header; four bytes each, the lowest first
+    checksums             u8 [4 + 4C]    zlib.crc32 of the header with its length, then of each of the C other columns,
+                                         in the order of the header; four bytes each, the lowest first
 
 The file's metadata holds `format` ("megastep.rollouts"), `version` ("2") and `trajectories`: JSON, one object per
 trajectory with `stop_reason` and `env_metrics`. A reader refuses a higher version; within one, columns are only added.
