@@ -211,7 +211,7 @@ class CreditConfig:
 @dataclass
 class FiltersConfig:
     over_long: str = "keep"  # trajectories that hit a length limit: keep | mask (train nothing, still compared) | drop
-    zero_variance: bool = False  # leave out prompts whose trajectories all earned the same
+    zero_variance: bool = False  # leave out prompts from which credit.estimator learns nothing: all advantages are 0
     dynamic_sampling: bool = False  # ... and play others in their place, until rollout.prompts remain
     max_batches: int = 8  # dynamic_sampling: give up after so many batches for one step
 

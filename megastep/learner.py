@@ -18,18 +18,23 @@ from megastep.samples.packing import mini_batches
 from megastep.types import ExpertShape, Group, MicroBatch, validate
 
 
+def model_limits(config: Config) -> tuple[int, ExpertShape | None]:
+    """What rollouts of the configured model can hold: its vocabulary, and with replay its experts (see `validate`)."""
+    arch = read_architecture(config.model.path)
+    if arch.experts is None or not config.replay.enabled:
+        return arch.vocab, None
+    return arch.vocab, ExpertShape(arch.experts.count, arch.experts.top_k, arch.experts.layers)
+
+
 class Learner:
     def __init__(self, config: Config, policy: Policy, tell: Callable[[str], None] = print):
         self.config, self.policy, self.tell = config, policy, tell
         self.arch = read_architecture(config.model.path)
-        experts = self.arch.experts
-        self.experts = None
-        if experts is not None and config.replay.enabled:
-            self.experts = ExpertShape(experts.count, experts.top_k, experts.layers)
+        self.vocab, self.experts = model_limits(config)
 
     def learn(self, groups: list[Group]) -> dict[str, float]:
         """One optimizer step per mini-batch of prompts. No groups, which filters can lead to: nothing is learned."""
-        validate(groups, self.arch.vocab, self.experts)
+        validate(groups, self.vocab, self.experts)
         parts = mini_batches(groups, self.config.mini_batch_prompts)
         return self._learn(parts, self.config.loss.normalize) if parts else {}
 

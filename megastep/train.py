@@ -25,7 +25,7 @@ from tqdm import tqdm
 from megastep import stopping
 from megastep.cluster import Cluster
 from megastep.config import Config, ConfigError, training_warnings
-from megastep.learner import Learner
+from megastep.learner import Learner, model_limits
 from megastep.policy.loop_state import LoopState
 from megastep.policy.manifest import latest
 from megastep.progress import progress, waiting
@@ -38,13 +38,14 @@ from megastep.samples import filters, store
 from megastep.samples.ages import Ages
 from megastep.samples.credit import check_estimator
 from megastep.samples.metrics import evaluation_metrics, filter_metrics, rollout_metrics
-from megastep.samples.packing import mini_batches
-from megastep.types import Group
+from megastep.samples.packing import check_lengths, mini_batches
+from megastep.types import Group, RolloutError, validate
 
 
 def train(config: Config, name: str) -> Path:
     """Run the configured job, or what is left of it, and return its run directory."""
     refuse_untrainable(config)
+    refuse_single_samples(config)
     print_warnings(config)
     task = Task.load(config)
     task.eval_prompts()  # refuses a data set without held-out rows now, not after the start
@@ -69,8 +70,8 @@ def train(config: Config, name: str) -> Path:
 def replay(config: Config, name: str, rollouts: Path) -> Path:
     """The training half alone: a file's prompts, `rollout.prompts` at a time, each batch a step. No engine starts."""
     refuse_untrainable(config)
+    batches = read_batches(config, rollouts)
     print_warnings(config)
-    groups = store.read(rollouts)
     run = Run.find(config, name)
     run.create(config)
     step = run.state.step
@@ -78,11 +79,9 @@ def replay(config: Config, name: str, rollouts: Path) -> Path:
         with Cluster(config, with_engines=False, log=run.log) as cluster:
             learner = Learner(config, cluster.policy)
             load_policy(run, learner)
-            batches = mini_batches(groups, config.rollout.prompts)
             with progress("replay", len(batches), "step") as bar:
-                for batch in batches:
+                for batch, kept, dropped in batches:
                     step += 1
-                    kept, dropped = sift(batch, config)
                     metrics = rollout_metrics(batch) | filter_metrics(dropped, _count(batch)) | learner.learn(kept)
                     log.write(step, metrics)
                     bar.update()
@@ -90,6 +89,38 @@ def replay(config: Config, name: str, rollouts: Path) -> Path:
             cluster.policy.call("finish_saving")
     print(f"metrics in {run.folder}/metrics.jsonl, checkpoint in {latest(run.checkpoints)}")
     return run.folder
+
+
+def read_batches(config: Config, path: Path) -> list[tuple[list[Group], list[Group], list[filters.Dropped]]]:
+    """The batches of a rollout file, and of each what is trained on and what is dropped. Raises StoreError where the
+    file does not fit the configured model or estimator, or where nothing in it can be learned from."""
+    batches = []
+    for batch in mini_batches(store.read(path), config.rollout.prompts):
+        try:
+            kept, dropped = sift(batch, config)
+            teaching, _ = filters.zero_variance(kept, **asdict(config.credit))
+            check_lengths(kept, config.budget_tokens, config.policy.parallel.tensor)
+        except ValueError as error:
+            raise store.StoreError(f"{path}: {error}") from None
+        batches.append((batch, kept, dropped, len(teaching)))
+    kept = [group for _, left, _, _ in batches for group in left]
+    try:
+        validate(kept, *model_limits(config))
+    except RolloutError as error:
+        raise store.StoreError(f"{path}: not of {config.model.path}: {error.summary()}") from None
+    if config.loss.kind != "nll":
+        tell_degenerate(config, path, kept, sum(teaching for *_, teaching in batches))
+    return [batch for *batch, _ in batches]
+
+
+def tell_degenerate(config: Config, path: Path, groups: list[Group], teaching: int) -> None:
+    """Prompts of a file that train nothing: all of them is an error."""
+    why = f"under credit.estimator = {config.credit.estimator} all of their advantages are 0"
+    if not teaching:
+        raise store.StoreError(f"{path}: nothing to learn from its {len(groups)} prompts: {why}; several trajectories "
+                               "of different reward per prompt are needed")
+    if teaching < len(groups):
+        print(f"{path}: nothing is learned from {len(groups) - teaching} of {len(groups)} prompts: {why}")
 
 
 def refuse_untrainable(config: Config) -> None:
@@ -110,6 +141,16 @@ def refuse_untrainable(config: Config) -> None:
         problems.append(f"rollout.top_k = {rollout.top_k}: {why}; must be 0")
     if problems:
         raise ConfigError(problems)
+
+
+def refuse_single_samples(config: Config) -> None:
+    """Every estimator compares the trajectories of a prompt. gigpo also compares steps that began in one state, which
+    one trajectory may visit twice; half of its advantage and most of its steps would be 0 all the same."""
+    if config.rollout.samples < 2 and config.loss.kind != "nll":
+        raise ConfigError([
+            f"rollout.samples = {config.rollout.samples}: credit.estimator = {config.credit.estimator} compares the "
+            "trajectories of a prompt, and one alone has advantage 0; must be 2 or more, such as 8"
+        ])
 
 
 def print_warnings(config: Config) -> None:
@@ -256,8 +297,8 @@ class Loop:
         wanted = prompts - len(kept) if settings.dynamic_sampling else 0
         if wanted and len(played) >= settings.max_batches * prompts:
             raise RunError(
-                f"filters.max_batches = {settings.max_batches}: of {len(played)} prompts {len(kept)} had trajectories "
-                f"of different reward, {prompts} are needed; the task is too easy or too hard, or the limit too low"
+                f"filters.max_batches = {settings.max_batches}: of {len(played)} prompts {len(kept)} had an advantage "
+                f"other than 0, {prompts} are needed; the task is too easy or too hard, or the limit too low"
             )
         return wanted
 
@@ -331,11 +372,18 @@ def sift(groups: list[Group], config: Config) -> tuple[list[Group], list[filters
         filters.failed,
         filters.finite_rewards,
         lambda left: filters.over_long(left, settings.over_long),
-        filters.zero_variance if settings.zero_variance or settings.dynamic_sampling else lambda left: (left, []),
+        lambda left: drop_degenerate(left, config),
     ):
         groups, gone = keep(groups)
         dropped += gone
     return groups, dropped
+
+
+def drop_degenerate(groups: list[Group], config: Config) -> tuple[list[Group], list[filters.Dropped]]:
+    """Where the configuration asks for it."""
+    if not (config.filters.zero_variance or config.filters.dynamic_sampling):
+        return groups, []
+    return filters.zero_variance(groups, **asdict(config.credit))
 
 
 def _count(groups: list[Group]) -> int:

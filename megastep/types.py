@@ -25,6 +25,7 @@ Token `k` is visible to token `q` iff `k <= q < end[k]`. A trie with several roo
 its trees apart. The last token of a step predicts nothing, so nobody computes it.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -33,6 +34,7 @@ import numpy as np
 FINISHES = ("stop", "length", "context", "abort", "error")
 FREE = -1  # an expert index: the live router decides
 FILLER = -1  # group, trajectory and step of a row that belongs to nobody
+MAX_LOGPROB = 1e-4  # 0, and what rounding may add to it
 
 
 class RolloutError(ValueError):
@@ -41,6 +43,12 @@ class RolloutError(ValueError):
     def __init__(self, problems: list[str]):
         super().__init__("\n".join(problems))
         self.problems = problems
+
+    def summary(self) -> str:
+        """The first, and how many more there are: one line for a file that may hold thousands."""
+        first, more = self.problems[0], len(self.problems) - 1
+        first = first if len(first) <= 300 else first[:297] + "..."
+        return first + (f" (and {more} more)" if more else "")
 
 
 class TrainingError(RuntimeError):
@@ -62,7 +70,7 @@ class Step:
     prompt_ids: np.ndarray  # [P] i32
     response_ids: np.ndarray  # [R] i32
     loss_mask: np.ndarray  # [R] bool: which response tokens are trained
-    logprobs: np.ndarray | None  # [R] f32 under the policy that sampled them; None: not recorded
+    logprobs: np.ndarray | None  # [R] f32 under the policy that sampled them, of trained tokens; None: not recorded
     versions: np.ndarray  # [V, 2] i32: a policy version, and how many response tokens in a row it sampled
     reward: float = 0.0
     finish: str = "stop"
@@ -91,7 +99,12 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        return float(sum(step.reward for step in self.steps))
+        """The sum over the steps, rounded once: the same in whatever order the rewards came."""
+        rewards = [step.reward for step in self.steps]
+        try:
+            return math.fsum(rewards)
+        except (OverflowError, ValueError):  # beyond the largest number, or inf - inf: not finite
+            return float(sum(rewards))
 
 
 @dataclass(eq=False)
@@ -131,7 +144,7 @@ def validate(groups: list[Group], vocab: int | None = None, experts: ExpertShape
             problems += _trajectory_problems(group, trajectory, shapes)
             for step in trajectory.steps:
                 where = f"group {group.id}, trajectory {trajectory.index}, step {step.index}"
-                problems += [f"{where}: {problem}" for problem in _model_problems(step, trajectory, vocab, experts)]
+                problems += [f"{where}: {problem}" for problem in _model_problems(step, vocab, experts)]
     if len(shapes) > 1:
         problems.append("experts: one shape and dtype per batch, found " + "; ".join(
             f"{layers} layers × {top_k} {dtype} in {where}" for (layers, top_k, dtype), where in shapes.items()
@@ -155,36 +168,107 @@ def _trajectory_problems(group: Group, trajectory: Trajectory, shapes: dict) -> 
         problems += [f"{where}, step {step.index}: {problem}" for problem in _step_problems(step)]
         if step.routing is not None and step.routing.ndim == 3:
             shapes.setdefault((*step.routing.shape[1:], str(step.routing.dtype)), f"{where}, step {step.index}")
+    return problems or _unrecorded(trajectory, where)
+
+
+def _unrecorded(trajectory: Trajectory, where: str) -> list[str]:
+    """Steps that leave out experts which no earlier step has for the same tokens."""
+    problems = []
+    for i, step in enumerate(trajectory.steps):
+        start = step.routing_start
+        if step.routing is None or start == 0:
+            continue
+        known = recorded_tokens(trajectory.steps[:i], step.prompt_ids, start)
+        if known < start:
+            problems.append(f"{where}, step {step.index}: experts begin at token {start}, and earlier steps have "
+                            f"recorded {known} tokens of its prompt")
     return problems
 
 
+def recorded_tokens(steps: list[Step], prompt_ids: np.ndarray, most: int) -> int:
+    """How many leading tokens of a prompt, counted up to `most`, have their experts recorded by earlier steps.
+
+    A token's experts depend on all tokens before it, so they hold as far as the prompt repeats a step's sequence token
+    by token. What a step left out, those before it had: its own end is what counts.
+    """
+    longest = 0
+    for step in reversed(steps):  # the one before has most of it, as a rule
+        end = min(step.routing_end, most)
+        if step.routing is not None and end > longest:
+            longest = max(longest, _repeated(step, prompt_ids[:end]))
+        if longest == most:
+            break
+    return longest
+
+
+def _repeated(step: Step, ids: np.ndarray) -> int:
+    """How many leading tokens of `ids` are those of the step."""
+    prompt = _common_prefix(step.prompt_ids, ids)
+    if prompt < len(step.prompt_ids):
+        return prompt
+    return prompt + _common_prefix(step.response_ids, ids[prompt:])
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+_COLUMNS = {"prompt_ids": np.dtype(np.int32), "response_ids": np.dtype(np.int32), "loss_mask": np.dtype(bool),
+            "logprobs": np.dtype(np.float32)}
+
+
 def _step_problems(step: Step) -> list[str]:
+    problems = _array_problems(step)
+    if not problems and step.logprobs is not None:
+        wrong = _wrong_logprob(step)
+        if wrong is not None:
+            problems.append(f"logprobs holds {wrong} for a trained token; finite numbers of at most 0 are needed, or "
+                            "no array where none were recorded")
+    if not len(step.prompt_ids):
+        problems.append("prompt_ids is empty; the first response token needs a token that predicts it")
+    problems += _version_problems(step)
+    if step.finish not in FINISHES:
+        problems.append(f"finish is {step.finish!r}; one of {', '.join(FINISHES)} is needed")
+    return problems + ([] if step.routing is None else _routing_problems(step))
+
+
+def _array_problems(step: Step) -> list[str]:
     response = len(step.response_ids)
     problems = []
-
-    def check(ok: bool, problem: str) -> None:
-        if not ok:
-            problems.append(problem)
-
-    columns = {"prompt_ids": np.int32, "response_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32}
-    for name, dtype in columns.items():
+    for name, dtype in _COLUMNS.items():
         array = getattr(step, name)
         if array is None and name == "logprobs":
             continue
-        check(array.ndim == 1 and array.dtype == dtype,
-              f"{name} is {array.dtype} with {array.ndim} axes; {np.dtype(dtype)} with one is needed")
+        if array.ndim != 1 or array.dtype != dtype:
+            problems.append(f"{name} is {array.dtype} with {array.ndim} axes; {dtype} with one is needed")
         if name in ("loss_mask", "logprobs"):
-            check(len(array) == response, f"{name} has {len(array)} entries for {response} response tokens")
-        if name.endswith("_ids") and array.size:
-            check(array.min() >= 0, f"{name} holds the negative id {array.min()}")
-    check(len(step.prompt_ids) > 0, "prompt_ids is empty; the first response token needs a token that predicts it")
-    versions = step.versions
-    check(versions.dtype == np.int32 and versions.ndim == 2 and versions.shape[1:] == (2,),
-          f"versions is {versions.dtype} {list(versions.shape)}; int32 rows (version, tokens) are needed")
-    covered = int(versions[:, 1].sum()) if versions.ndim == 2 and versions.shape[1:] == (2,) else response
-    check(covered == response, f"versions cover {covered} of {response} response tokens")
-    check(step.finish in FINISHES, f"finish is {step.finish!r}; one of {', '.join(FINISHES)} is needed")
-    return problems + ([] if step.routing is None else _routing_problems(step))
+            if len(array) != response:
+                problems.append(f"{name} has {len(array)} entries for {response} response tokens")
+        elif array.min(initial=0) < 0:
+            problems.append(f"{name} holds the negative id {array.min()}")
+    return problems
+
+
+def _version_problems(step: Step) -> list[str]:
+    versions, response = step.versions, len(step.response_ids)
+    if versions.dtype != np.int32 or versions.ndim != 2 or versions.shape[1] != 2:
+        return [f"versions is {versions.dtype} {list(versions.shape)}; int32 rows (version, tokens) are needed"]
+    covered = int(versions[:, 1].sum())
+    if versions.min(initial=0) < 0:
+        return [f"versions holds the negative number {versions.min()}"]
+    return [] if covered == response else [f"versions cover {covered} of {response} response tokens"]
+
+
+def _wrong_logprob(step: Step) -> float | None:
+    """One of a trained token that cannot be a logprob. Those of other tokens mean nothing."""
+    logprobs = step.logprobs
+    if logprobs.min(initial=0) > -np.inf and logprobs.max(initial=0) <= MAX_LOGPROB:  # neither is true of NaN
+        return None  # most steps need no closer look
+    trained = logprobs[step.loss_mask]
+    bad = trained[~(np.isfinite(trained) & (trained <= MAX_LOGPROB))]
+    return float(bad[0]) if len(bad) else None
 
 
 def _routing_problems(step: Step) -> list[str]:
@@ -204,7 +288,7 @@ def _routing_problems(step: Step) -> list[str]:
     return problems
 
 
-def _model_problems(step: Step, trajectory: Trajectory, vocab: int | None, shape: ExpertShape | None) -> list[str]:
+def _model_problems(step: Step, vocab: int | None, shape: ExpertShape | None) -> list[str]:
     """What the model could not have made."""
     problems = []
     for name in ("prompt_ids", "response_ids"):
@@ -212,10 +296,7 @@ def _model_problems(step: Step, trajectory: Trajectory, vocab: int | None, shape
         if vocab is not None and ids.size and ids.max() >= vocab:
             problems.append(f"{name} holds the id {ids.max()}; the model's vocabulary ends at {vocab - 1}")
     if shape is not None and step.loss_mask.any():
-        before = max((s.routing_end for s in trajectory.steps if s.index < step.index), default=0)
         problem = _experts_problem(step, shape)
-        if problem is None and step.routing_start > before:
-            problem = f"experts begin at token {step.routing_start}, and earlier steps have recorded {before} tokens"
         problems += [] if problem is None else [problem]
     return problems
 

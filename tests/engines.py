@@ -20,13 +20,13 @@ class Rollouts:
         self.cluster = cluster
         self.fleet = cluster.engines
 
-    def ask(self, prompts, sampling: Sampling = GREEDY, sessions=None, routing_start: int = 0) -> list[Generation]:
+    def ask(self, prompts, sampling: Sampling = GREEDY, sessions=None, **routing) -> list[Generation]:
         """One call per prompt, all at once."""
         sessions = sessions or [f"{id(prompts)}-{i}" for i in range(len(prompts))]
 
         async def all_of_them():
             return await asyncio.gather(*(
-                self.fleet.generate(np.asarray(p, np.int32), sampling, session=s, routing_start=routing_start)
+                self.fleet.generate(np.asarray(p, np.int32), sampling, session=s, **routing)
                 for p, s in zip(prompts, sessions, strict=True)
             ))
 

@@ -104,6 +104,7 @@ def chase_group(tokenizers):
     good = trajectory((first, said), (second, ids("answer 3 <eot>"), [True, True, False]), rewards=[0.0, 1.0],
                       env_metrics={"success": True})
     good.steps[0].logprobs = np.array([-0.0, -0.25, -3.0, -9.0, math.nan, -0.1, -0.2], np.float32)
+    good.steps[0].loss_mask[4] = False  # a trained token has a logprob
     good.steps[0].versions = np.array([[4, 5], [5, 2]], np.int32)
     good.steps[0].routing = np.arange((len(first) + 6) * 4, dtype=np.uint8).reshape(-1, 2, 2)
     bad = trajectory((first, ids("answer 4 <eot>")), env_metrics={"success": False}, stop_reason="done")

@@ -138,7 +138,7 @@ def test_x5_dynamic_sampling_gives_up_with_a_reason():
     loop = SimpleNamespace(config=load(LOCAL, [*given, "train.mini_batch_prompts=2"]))
     group = Group(0, [])
     assert Loop.still_wanted(loop, [group], [group] * 2) == 1 and Loop.still_wanted(loop, [group] * 2, [group] * 4) == 0
-    with pytest.raises(RunError, match="filters.max_batches = 2: of 4 prompts 1 had trajectories of different reward"):
+    with pytest.raises(RunError, match="filters.max_batches = 2: of 4 prompts 1 had an advantage other than 0"):
         Loop.still_wanted(loop, [group], [group] * 4)
 
 

@@ -39,7 +39,8 @@ def test_s16_good_rollouts_pass():
     validate([])
     validate([group(step(last=False), step(1)), group(id=4)])
     validate([group(step(logprobs=None, routing=routing(3)))])
-    validate([group(step(routing=routing(1), routing_start=2))])  # a delta
+    later = step(1, prompt=(1, 2, 3, 4), routing=routing(2), routing_start=3)  # what the first has not recorded
+    validate([group(step(last=False, routing=routing(3)), later)])
     validate([group(step(response=(), versions=np.zeros((0, 2), np.int32), routing=routing(1)))])
     eos_appended = step(response=(3, 4, 9), loss_mask=np.array([True, True, False]), routing=routing(3))
     validate([group(eos_appended)])
@@ -65,6 +66,7 @@ WHERE = "group 3, trajectory 1, step 0: "
         ({"routing": routing(3), "routing_start": 1}, "routing ends before token 4; its end must lie in 3 to 3"),
         ({"routing": routing(0), "routing_start": 3}, "routing_start is 3; it must lie in 0 to 2, the prompt"),
         ({"routing": routing(4), "routing_start": -1}, "routing_start is -1; it must lie in 0 to 2, the prompt"),
+        ({"routing": routing(1), "routing_start": 2}, "experts begin at token 2, and earlier steps have recorded 0"),
         ({"routing": routing(3, dtype=np.int64)}, "routing is int64 with 3 axes"),
         ({"routing": routing(3)[0]}, "routing is uint8 with 2 axes"),
     ],
@@ -72,6 +74,66 @@ WHERE = "group 3, trajectory 1, step 0: "
 def test_s16_each_violation_in_a_step_names_it(change, wanted):
     (problem,) = problems(group(step(**change)))
     assert problem.startswith(WHERE + wanted)
+
+
+# ---------------------------------------------------------------- A7: experts that an earlier step has
+
+
+def two_steps(prompt, start, first=(1, 2), response=(3, 4)):
+    """The first recorded experts of its tokens 1 2 3; the second leaves out those of its first `start` tokens."""
+    earlier = step(last=False, prompt=first, response=response, routing=routing(3))
+    return group(earlier, step(1, prompt=prompt, routing=routing(len(prompt) + 1 - start), routing_start=start))
+
+
+@pytest.mark.parametrize(
+    "prompt, known",
+    [
+        ((1, 2, 3, 4, 5), 3),  # the sequence goes on: all but the token that was never forwarded
+        ((1, 2, 5, 4, 3), 2),  # rendered anew: the answer differs
+        ((1, 9, 3, 4, 5), 1),
+        ((9, 2, 3, 4, 5), 0),  # the same tokens behind another one have other experts
+    ],
+)
+def test_a7_experts_are_left_out_as_far_as_tokens_repeat_an_earlier_step(prompt, known):
+    validate([two_steps(prompt, known)])
+    for start in range(known + 1, len(prompt) + 1):
+        (problem,) = problems(two_steps(prompt, start))
+        assert problem == (f"group 3, trajectory 1, step 1: experts begin at token {start}, and earlier steps have "
+                           f"recorded {known} tokens of its prompt")
+
+
+def test_a7_any_earlier_step_may_have_them():
+    """The third step goes on from the first; the second is another context."""
+    first, second = two_steps((7, 8), 0).trajectories[1].steps
+    second.last = False
+    third = step(2, prompt=(1, 2, 3, 4), routing=routing(2), routing_start=3)
+    validate([group(first, second, third)])
+    first.routing = None
+    (problem,) = problems(group(first, second, third))
+    assert "step 2: experts begin at token 3, and earlier steps have recorded 0 tokens" in problem
+
+
+# ---------------------------------------------------------------- A11: logprobs
+
+
+def logprobs(*values):
+    return np.array(values, np.float32)
+
+
+@pytest.mark.parametrize("value", [5.0, 0.01, np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a11_an_impossible_logprob_of_a_trained_token_is_refused_by_step(value, place):
+    values = logprobs(-1, -2)
+    values[place] = value
+    (problem,) = problems(group(step(logprobs=values)))
+    assert problem.startswith(WHERE + f"logprobs holds {float(np.float32(value))} for a trained token; finite numbers")
+
+
+def test_a11_what_is_not_trained_may_have_any():
+    for value in (5.0, -np.inf, np.nan):
+        validate([group(step(logprobs=logprobs(-1, value), loss_mask=np.array([True, False])))])
+    validate([group(step(logprobs=logprobs(0, 1e-6)))])  # rounding
+    validate([group(step(logprobs=None))])
 
 
 def test_s16_steps_must_be_contiguous():
@@ -113,6 +175,17 @@ def test_s2_the_reward_of_a_trajectory_is_the_sum_of_its_steps():
     assert Trajectory(0, 0, []).reward == 0
 
 
+def test_a2_the_reward_of_a_trajectory_does_not_depend_on_the_order_of_its_steps():
+    orders = ([0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [1e16, 0.5, -1e16], [0.5, 1e16, -1e16])
+    totals = [Trajectory(0, 0, [step(reward=r) for r in order]).reward for order in orders]
+    assert totals[0] == totals[1] and totals[2] == totals[3] == 0.5
+
+
+@pytest.mark.parametrize("rewards", [(np.inf, -np.inf), (1e308, 1e308), (np.nan, 1.0)])
+def test_rewards_without_a_finite_sum_are_not_an_exception(rewards):
+    assert not np.isfinite(Trajectory(0, 0, [step(reward=r) for r in rewards]).reward)
+
+
 def test_loss_tables_know_where_steps_start():
     ids = lambda *values: np.array(values, np.int32)  # noqa: E731
     nothing = np.zeros(5, np.float32)
@@ -127,4 +200,4 @@ def test_types_imports_nothing_of_ours():
     tree = ast.parse(Path(megastep.types.__file__).read_text())
     imported = [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
     imported += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
-    assert set(imported) == {"dataclasses", "functools", "numpy"}
+    assert set(imported) == {"dataclasses", "functools", "math", "numpy"}

@@ -41,10 +41,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megastep.config import Config, ParallelConfig
 from megastep.ports import free_port
-from megastep.rollout.agent import recorded_tokens
 from megastep.rollout.generation import Sampling
 from megastep.samples import lay_out
-from megastep.types import Group, Sample, Step, Trajectory, validate
+from megastep.types import Group, Sample, Step, Trajectory, recorded_tokens, validate
 
 MODEL = dict(
     hidden_size=128, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
@@ -101,7 +100,7 @@ async def _trajectory(generate, group: int, index: int, prompt, told, rewritten:
     steps: list[Step] = []
     for turn, observation in enumerate(told):
         seed = (group * 1000 + index) * 10 + turn
-        known = recorded_tokens(steps, prompt)
+        known = recorded_tokens(steps, prompt, len(prompt) - 1)
         answer = await generate(prompt, Sampling(TOKENS // len(told), seed=seed), session=f"{group}/{index}",
                                 routing_start=known)
         steps.append(Step(

@@ -158,8 +158,8 @@ class Counting:
     def __init__(self, generate):
         self.generate, self.calls = generate, []
 
-    async def __call__(self, prompt_ids, sampling, *, session, routing_start=0) -> Generation:
-        made = await self.generate(prompt_ids, sampling, session=session, routing_start=routing_start)
+    async def __call__(self, prompt_ids, sampling, *, session, **routing) -> Generation:
+        made = await self.generate(prompt_ids, sampling, session=session, **routing)
         self.calls.append((session, len(prompt_ids), made))
         return made
 

@@ -23,7 +23,8 @@ Invariants, held by the tests:
     an observation is in the next step's prompt and in no response; one longer than max_observation_chars is an error;
     an environment that does not end when it is cancelled is left behind: its episode ends, the task is waited for by
     nobody;
-    experts are asked for from the first token on that no earlier step of the trajectory has recorded.
+    experts are asked for from the first token on that no earlier step of the trajectory has recorded; after a weight
+    sync from 0 on, since other weights choose other experts.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ from megastep.rollout.env import Env, Message, Outcome, answer, checked_outcome,
 from megastep.rollout.generation import Generate, Generation, Sampling
 from megastep.rollout.renderer import Renderer
 from megastep.rollout.watch import STRETCH_S, LoopWatch, timed, warn
-from megastep.types import Step, Trajectory
+from megastep.types import Step, Trajectory, recorded_tokens
 
 CLOSE_TIMEOUT_S = 10.0
 CANCEL_TIMEOUT_S = 5.0  # for an environment to end after it was cancelled
@@ -115,6 +116,7 @@ class _Episode:
         self.group_id, self.index, self.session = group_id, index, session
         self.env: Env | None = None
         self.steps: list[Step] = []
+        self.recorded = Recorded()
         self.metrics: dict = {}
         self.stop: _Stop | None = None  # once it is over but for closing
         self.late = asyncio.get_running_loop().create_future()  # has a result once the environment was late
@@ -210,13 +212,16 @@ class _Episode:
             stop_token_ids=agent.renderer.stop_ids,
             seed=call_seed(agent.seed, self.group_id, self.index, len(self.steps)),
         )
-        start = recorded_tokens(self.steps, prompt_ids)
         try:
-            made = await agent.generate(prompt_ids, sampling, session=self.session, routing_start=start)
+            made = await agent.generate(prompt_ids, sampling, session=self.session,
+                                        routing_start=self.recorded.tokens(prompt_ids),
+                                        routing_version=self.recorded.version)
         except (Exception, asyncio.CancelledError) as error:
             _refuse_own_cancellation(error)
             raise _Stop("engine_error", "error", told(error)) from None
-        return make_step(len(self.steps), prompt_ids, made, agent.renderer)
+        step = make_step(len(self.steps), prompt_ids, made, agent.renderer)
+        self.recorded.add(step, made)
+        return step
 
     def trajectory(self, stop: _Stop) -> Trajectory:
         if stop.error is not None:
@@ -257,20 +262,28 @@ def make_step(index: int, prompt_ids: np.ndarray, made: Generation, renderer: Re
     )
 
 
-def recorded_tokens(steps: list[Step], prompt_ids: np.ndarray) -> int:
-    """How many leading tokens of a prompt have their experts recorded by earlier steps of the trajectory.
+@dataclass
+class Recorded:
+    """The steps of a trajectory whose experts a next call need not record again: all of one weight version."""
 
-    A token's experts depend on all tokens before it, so they hold as far as the prompt repeats a step's sequence token
-    by token. What a step was not asked to record, those before it had: its own end is what counts.
-    """
-    longest = 0
-    for step in steps:
-        if step.routing is None:
-            continue
-        known = np.concatenate([step.prompt_ids, step.response_ids])[: min(step.routing_end, len(prompt_ids) - 1)]
-        differs = np.flatnonzero(known != prompt_ids[: len(known)])
-        longest = max(longest, int(differs[0]) if len(differs) else len(known))
-    return longest
+    version: int | None = None
+    steps: list[Step] = field(default_factory=list)
+
+    def tokens(self, prompt_ids: np.ndarray) -> int:
+        """How many leading tokens of a prompt these steps have recorded. Its last token is always computed."""
+        return recorded_tokens(self.steps, prompt_ids, len(prompt_ids) - 1)
+
+    def add(self, step: Step, made: Generation) -> None:
+        """A call that met a weight sync, before its first token or later, has experts of two versions: a next call
+        records all of its own."""
+        versions = set(made.versions[:, 0].tolist())
+        same = versions == {self.version}
+        begins = len(versions) == 1 and step.routing_start == 0
+        if not same:
+            self.steps = []
+            self.version = versions.pop() if begins else None
+        if same or begins:
+            self.steps.append(step)
 
 
 def call_seed(seed: int | str, group_id: int, index: int, turn: int) -> int:

@@ -2,7 +2,8 @@
 
 An engine answers one `generate` per model call and keeps, for each call in flight, which policy version sampled which
 tokens. Around a push it is paused: running calls freeze, their cached keys and those of all prefixes are dropped, and
-when it resumes they are computed anew, so that no token is ever sampled from the keys of another version.
+when it resumes they are computed anew, so that no token is ever sampled from the keys of another version. Experts are
+recorded when a token is first computed: those of a call that is frozen after its prompt was read stay as they are.
 
 vLLM and torch are imported when the actor starts, after the environment they read is set.
 """
@@ -67,6 +68,8 @@ class Engine:
         self.config, self.setup = config, setup
         self.version = 0
         self.running: set[Running] = set()
+        self.takes_calls = asyncio.Event()  # not while it is paused
+        self.takes_calls.set()
         os.chdir(setup.folder)
         if setup.log:
             send_output_to(Path(setup.log))
@@ -89,7 +92,11 @@ class Engine:
     # ------------------------------------------------------------ generation
 
     @ends_without_core
-    async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, name: str, routing_start: int) -> Generation:
+    async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, name: str, routing_start: int,
+                       routing_version: int | None = None) -> Generation:
+        await self.takes_calls.wait()  # the version it will be computed with is known afterwards
+        if routing_version not in (None, self.version):
+            routing_start = 0
         call = Running(runs=[[self.version, 0]])
         self.running.add(call)
         try:
@@ -122,7 +129,8 @@ class Engine:
 
     @ends_without_core
     async def pause(self, finish_calls: bool = False) -> None:
-        """Freeze the running calls, or let them finish, and forget all cached keys. New calls are taken and wait."""
+        """Freeze the running calls, or let them finish, and forget all cached keys. New calls wait."""
+        self.takes_calls.clear()
         await self.llm.pause_generation(mode="wait" if finish_calls else "keep", clear_cache=True)
         await self._read_all_outputs()
 
@@ -137,6 +145,7 @@ class Engine:
     @ends_without_core
     async def resume(self) -> None:
         await self.llm.resume_generation()
+        self.takes_calls.set()
 
     @ends_without_core
     async def init_weight_transfer(self, info: dict) -> None:

@@ -79,10 +79,11 @@ class Fleet:
         self._run(self._open())
 
     async def generate(
-        self, prompt_ids: np.ndarray, sampling: Sampling, *, session: str, routing_start: int = 0
+        self, prompt_ids: np.ndarray, sampling: Sampling, *, session: str, routing_start: int = 0,
+        routing_version: int | None = None,
     ) -> Generation:
         """See `generation.Generate`."""
-        call = self._generate(np.asarray(prompt_ids, np.int32), sampling, session, routing_start)
+        call = self._generate(np.asarray(prompt_ids, np.int32), sampling, session, (routing_start, routing_version))
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
     def serving(self) -> list[Any]:
@@ -123,12 +124,13 @@ class Fleet:
 
     # ------------------------------------------------------------ calls
 
-    async def _generate(self, prompt_ids: np.ndarray, sampling: Sampling, session: str, start: int) -> Generation:
+    async def _generate(self, prompt_ids: np.ndarray, sampling: Sampling, session: str,
+                        routing: tuple[int, int | None]) -> Generation:
         while True:
             seat = await self._choose(session)
             handle = seat.handle
             # A name of its own for each attempt: an engine that is asked twice would confuse the two.
-            reference = handle.generate.remote(prompt_ids, sampling, f"call-{next(self._names)}", start)
+            reference = handle.generate.remote(prompt_ids, sampling, f"call-{next(self._names)}", *routing)
             seat.in_flight += 1
             try:
                 return await asyncio.wait_for(_result(reference), self._settings.request_timeout_s)

@@ -31,7 +31,9 @@ class Generation:
 
 class Generate(Protocol):
     async def __call__(
-        self, prompt_ids: np.ndarray, sampling: Sampling, *, session: str, routing_start: int = 0
+        self, prompt_ids: np.ndarray, sampling: Sampling, *, session: str, routing_start: int = 0,
+        routing_version: int | None = None,
     ) -> Generation:
         """Continue `prompt_ids` [P] i32. Calls of one `session` (a trajectory) share prefixes and go to one engine;
-        `routing_start`: an earlier call of the session has recorded the experts of that many leading tokens."""
+        `routing_start`: earlier calls of the session have recorded the experts of that many leading tokens, with the
+        weights of `routing_version`. An engine that has others by now records them again, from 0 on."""

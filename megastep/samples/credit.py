@@ -1,25 +1,28 @@
 """Credit: one advantage per step, decided before any layout.
 
     estimator      advantage of step t of trajectory i              statistics over
-    grpo           (Rᵢ − mean R) / std R                            the trajectories of the group
+    grpo           (Rᵢ − mean R) / (std R + ε)                      the trajectories of the group
     grpo_nostd     Rᵢ − mean R                                      the trajectories of the group
     rloo           Rᵢ − mean of the others' R                       the trajectories of the group
-    maxrl          (Rᵢ − mean R) / mean R                           the trajectories of the group
+    maxrl          (Rᵢ − mean R) / (mean R + ε)                     the trajectories of the group
     step_returns   Gᵢₜ − mean Gₜ                                    the trajectories that took a step t
-    gigpo          grpo + w · (Gᵢₜ − mean G) / std G                ... and the steps that began in the same state
+    gigpo          grpo + w · (Gᵢₜ − mean G) / (std G + ε)          ... and the steps that began in the same state
 
 R is a trajectory's total reward, G the discounted reward from a step on. An outcome estimator gives every step of a
 trajectory the same number; where it lands is decided by each step's own loss mask (see trie.py). A trajectory counts
 once, however many steps it took.
 
-Degenerate groups are defined: where there is nobody to compare with, or all are equal, the advantage is exactly 0. A
-reward that is not finite is an error here; `filters.finite_rewards` drops such trajectories and says so.
+Degenerate groups are defined: where there is nobody to compare with, or all are equal, the advantage is exactly 0.
+Equal means up to rounding (`degenerate`): 0.1 + 0.2 and 0.3 are the same reward. The ε in a denominator is 1e-6, as in
+verl's and verl-agent's implementations of GRPO and GiGPO; the papers have none. A reward that is not finite is an error
+here; `filters.finite_rewards` drops such trajectories and says so.
 
 Left out: `gae` and `reinforce++`. They give every token its own value across the steps of a trajectory, which one
 number per step cannot carry.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -28,6 +31,8 @@ from megastep.types import Group, Step
 OUTCOME = ("grpo", "grpo_nostd", "rloo", "maxrl")
 STEPWISE = ("step_returns", "gigpo")
 TEMPORAL = ("gae", "reinforce++")
+EPSILON = 1e-6  # in the denominators
+TOLERANCE = float(np.finfo(np.float32).eps)  # relative; environments often compute rewards in float32
 
 
 def check_estimator(name: str) -> str | None:
@@ -47,57 +52,71 @@ def advantages(group: Group, estimator: str, discount: float = 1.0, step_weight:
     problem = check_estimator(estimator)
     if problem:
         raise ValueError(f"credit.estimator = {estimator}: {problem}")
-    rewards = np.array([t.reward for t in group.trajectories], np.float64)
+    rewards, sizes = outcomes(group)
     for trajectory, reward in zip(group.trajectories, rewards):
         if not np.isfinite(reward):
             raise ValueError(f"group {group.id}, trajectory {trajectory.index}: reward is {reward}, must be finite")
+    if estimator == "maxrl" and rewards.min(initial=0) < 0:
+        raise ValueError(f"credit.estimator = maxrl: needs rewards of 0 or more, got {rewards.min()}")
     if estimator in OUTCOME:
-        per_trajectory = _OUTCOME[estimator](rewards)
+        per_trajectory = _compare(_OUTCOME[estimator], rewards, sizes)
         return [np.full(len(t.steps), a, np.float32) for t, a in zip(group.trajectories, per_trajectory)]
-    returns = [discounted_returns([s.reward for s in t.steps], discount) for t in group.trajectories]
+    returns, return_sizes = [], []
+    for trajectory in group.trajectories:
+        step_rewards = [s.reward for s in trajectory.steps]
+        returns.append(discounted_returns(step_rewards, discount))
+        return_sizes.append(discounted_returns([abs(r) for r in step_rewards], discount))
     if estimator == "step_returns":
-        return step_returns(returns)
+        return step_returns(returns, return_sizes)
     states = [[_state(s) for s in t.steps] for t in group.trajectories]
-    return gigpo(rewards, returns, states, step_weight)
+    episode = _compare(grpo, rewards, sizes)
+    return gigpo(episode, returns, return_sizes, states, step_weight)
+
+
+def outcomes(group: Group) -> tuple[np.ndarray, np.ndarray]:
+    """The reward of each trajectory, and the sum of the absolute rewards of its steps."""
+    rewards = np.array([t.reward for t in group.trajectories], np.float64)
+    return rewards, np.array([sum(abs(s.reward) for s in t.steps) for t in group.trajectories], np.float64)
+
+
+def degenerate(values: np.ndarray, sizes: np.ndarray) -> bool:
+    """Nothing to compare: fewer than two, or all equal up to rounding.
+
+    `sizes` [n]: the sum of the absolute rewards that each value was added up from. Rounding is relative to these, not
+    to the values: 0.1 + 0.2 - 0.3 is 0.
+    """
+    return len(values) < 2 or bool(values.max() - values.min() <= TOLERANCE * sizes.max())
+
+
+def _compare(formula: Callable[[np.ndarray], np.ndarray], values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """The formula's advantages; exactly 0 where there is nothing to compare."""
+    return np.zeros_like(values) if degenerate(values, sizes) else formula(values)
 
 
 # ---------------------------------------------------------------- outcome rewards: [n] → [n]
 
 
 def grpo(rewards: np.ndarray) -> np.ndarray:
-    """(R − mean) / std, the sample deviation (n − 1). Shao et al. 2024, DeepSeekMath, eq. 3 and 4."""
-    if _says_nothing(rewards):
-        return np.zeros_like(rewards)
-    return (rewards - rewards.mean()) / rewards.std(ddof=1)
+    """(R − mean) / (std + ε), the sample deviation (n − 1). Shao et al. 2024, DeepSeekMath, section 4.1.2."""
+    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPSILON)
 
 
 def grpo_nostd(rewards: np.ndarray) -> np.ndarray:
     """R − mean. Liu et al. 2025, Understanding R1-Zero-Like Training (Dr. GRPO)."""
-    return np.zeros_like(rewards) if _says_nothing(rewards) else rewards - rewards.mean()
+    return rewards - rewards.mean()
 
 
 def rloo(rewards: np.ndarray) -> np.ndarray:
     """R − mean of the others = n / (n − 1) · (R − mean). Ahmadian et al. 2024, Back to Basics."""
-    if _says_nothing(rewards):
-        return np.zeros_like(rewards)
     return (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1))
 
 
 def maxrl(rewards: np.ndarray) -> np.ndarray:
-    """(R − mean) / mean, for rewards that are not negative. Tajwar et al. 2026, Maximum Likelihood RL."""
-    if rewards.min(initial=0) < 0:
-        raise ValueError(f"credit.estimator = maxrl: needs rewards of 0 or more, got {rewards.min()}")
-    if _says_nothing(rewards):
-        return np.zeros_like(rewards)
-    return (rewards - rewards.mean()) / rewards.mean()
+    """(R − mean) / (mean + ε), for rewards that are not negative. Tajwar et al. 2026, Maximum Likelihood RL."""
+    return (rewards - rewards.mean()) / (rewards.mean() + EPSILON)
 
 
 _OUTCOME = {"grpo": grpo, "grpo_nostd": grpo_nostd, "rloo": rloo, "maxrl": maxrl}
-
-
-def _says_nothing(values: np.ndarray) -> bool:
-    """Nothing to compare: fewer than two, or all equal (asked exactly, so that rounding never makes a signal)."""
-    return len(values) < 2 or values.min() == values.max()
 
 
 # ---------------------------------------------------------------- rewards per step
@@ -111,33 +130,39 @@ def discounted_returns(rewards: list[float], discount: float) -> np.ndarray:
     return returns[:-1]
 
 
-def step_returns(returns: list[np.ndarray]) -> list[np.ndarray]:
+def step_returns(returns: list[np.ndarray], sizes: list[np.ndarray]) -> list[np.ndarray]:
     """Gᵢₜ − mean over the trajectories that took a step t: REINFORCE with a baseline per turn (Williams 1992).
 
     With trajectories of one step it is grpo_nostd.
     """
     result = [np.zeros(len(r), np.float32) for r in returns]
     for t in range(max(map(len, returns), default=0)):
-        alive = [i for i, r in enumerate(returns) if t < len(r)]
-        for i, advantage in zip(alive, grpo_nostd(np.array([returns[i][t] for i in alive]))):
+        members = [(i, t) for i, r in enumerate(returns) if t < len(r)]
+        for (i, _), advantage in zip(members, _compare(grpo_nostd, _at(members, returns), _at(members, sizes))):
             result[i][t] = advantage
     return result
 
 
-def gigpo(rewards: np.ndarray, returns: list[np.ndarray], states: list[list], step_weight: float) -> list[np.ndarray]:
+def gigpo(episode: np.ndarray, returns: list[np.ndarray], sizes: list[np.ndarray], states: list[list],
+          step_weight: float) -> list[np.ndarray]:
     """A_episode + w · A_step; A_step compares the returns of steps that began in the same state.
 
     Feng et al. 2025, Group-in-Group Policy Optimization, eq. 3 to 8.
     """
-    result = [np.full(len(r), a, np.float64) for r, a in zip(returns, grpo(rewards))]
+    result = [np.full(len(r), a, np.float64) for r, a in zip(returns, episode)]
     anchors = defaultdict(list)  # state → the (trajectory, step) that began there
     for i, trajectory_states in enumerate(states):
         for t, state in enumerate(trajectory_states):
             anchors[state].append((i, t))
     for members in anchors.values():
-        for (i, t), advantage in zip(members, grpo(np.array([returns[i][t] for i, t in members]))):
+        for (i, t), advantage in zip(members, _compare(grpo, _at(members, returns), _at(members, sizes))):
             result[i][t] += step_weight * advantage
     return [r.astype(np.float32) for r in result]
+
+
+def _at(members: list[tuple[int, int]], per_step: list[np.ndarray]) -> np.ndarray:
+    """The numbers of these (trajectory, step)."""
+    return np.array([per_step[i][t] for i, t in members])
 
 
 def _state(step: Step):

@@ -3,19 +3,23 @@
     failed           a trajectory whose environment or engine failed    dropped: its reward does not judge the policy
     finite_rewards   a trajectory whose reward is NaN or infinite       dropped
     over_long        a trajectory that was cut off                      kept | masked | dropped
-    zero_variance    a prompt whose trajectories all earned the same    dropped: no estimator learns from it
+    zero_variance    a prompt whose trained steps all have advantage 0  dropped: the estimator learns nothing from it
 
 `filters.dynamic_sampling` plays others in the place of prompts that were dropped, until a batch is full (DAPO, Yu et
 al. 2025); nothing is left over for a later step, by when it would be of an older policy.
 
-They look at trajectories, never at steps: one trajectory has one reward however many rows it becomes. A masked
-trajectory keeps its place in the group's statistics and trains nothing.
+They drop trajectories, never steps: one trajectory has one reward however many rows it becomes. A masked trajectory
+keeps its place in the group's statistics and trains nothing.
+
+Whether a prompt is degenerate depends on the estimator: trajectories of equal total reward, earned at different steps,
+mean nothing to `grpo` and something to `step_returns` and `gigpo`.
 """
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megastep.samples import credit
 from megastep.types import Group, Trajectory
 
 OVER_LONG = ("keep", "mask", "drop")
@@ -60,16 +64,35 @@ def over_long(groups: list[Group], policy: str) -> tuple[list[Group], list[Dropp
     return masked, [replace(d, reason=d.reason + ", masked") for d in dropped]
 
 
-def zero_variance(groups: list[Group]) -> tuple[list[Group], list[Dropped]]:
+def zero_variance(groups: list[Group], estimator: str, discount: float = 1.0,
+                  step_weight: float = 1.0) -> tuple[list[Group], list[Dropped]]:
+    """Without the groups from which this estimator learns nothing."""
     kept, dropped = [], []
     for group in groups:
-        rewards = {t.reward for t in group.trajectories}
-        if len(rewards) > 1:
+        if _teaches(group, credit.advantages(group, estimator, discount, step_weight)):
             kept.append(group)
         else:
-            reason = f"all {len(group.trajectories)} trajectories have reward {rewards.pop():g}" if rewards else ""
+            reason = _why_degenerate(group)
             dropped += [Dropped(group.id, t.index, reason) for t in group.trajectories]
     return kept, dropped
+
+
+def _teaches(group: Group, advantages: list[np.ndarray]) -> bool:
+    """Is any step trained with an advantage other than 0?"""
+    return any(
+        advantage != 0 and step.loss_mask.any()
+        for trajectory, per_step in zip(group.trajectories, advantages)
+        for step, advantage in zip(trajectory.steps, per_step)
+    )
+
+
+def _why_degenerate(group: Group) -> str:
+    rewards, sizes = credit.outcomes(group)
+    if len(rewards) == 1:
+        return "one trajectory, none to compare it with"
+    if credit.degenerate(rewards, sizes):
+        return f"all {len(rewards)} trajectories have reward {rewards[0]:g}"
+    return "no trained step has an advantage other than 0"
 
 
 def _drop(groups: list[Group], reason) -> tuple[list[Group], list[Dropped]]:

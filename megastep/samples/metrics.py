@@ -52,12 +52,21 @@ def evaluation_metrics(groups: list[Group]) -> dict[str, float]:
 
 def _turn_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     steps = [s for t in trajectories for s in t.steps]
+    recorded = any(s.routing is not None for s in steps)
     return {
         "turn/count": len(steps),
+        **({"turn/older_routing": sum(map(_older_routing, trajectories))} if recorded else {}),
         **_mean_max("turn/prompt_tokens", [len(s.prompt_ids) for s in steps]),
         **_mean_max("turn/response_tokens", [len(s.response_ids) for s in steps]),
         **_shares("turn/finish_", [s.finish for s in steps]),
     }
+
+
+def _older_routing(trajectory: Trajectory) -> int:
+    """Steps that left out experts of their prompt, and were sampled by another version than the step that has them."""
+    pairs = zip(trajectory.steps, trajectory.steps[1:])
+    return sum(s.routing_start > 0 and before.versions[-1:, 0].tolist() != s.versions[:1, 0].tolist()
+               for before, s in pairs)
 
 
 def succeeded(trajectory: Trajectory) -> bool:

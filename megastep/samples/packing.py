@@ -88,12 +88,25 @@ def _check_paths(trie: Trie, step_leaf: np.ndarray, starts: np.ndarray, budget: 
     longest = int(trie.position[step_leaf].argmax())
     tokens = int(trie.position[step_leaf[longest]]) + 1
     if tokens > budget:
-        row = starts[longest]
-        loss = trie.loss
-        raise ValueError(
-            f"group {loss.group[row]}, trajectory {loss.trajectory[row]}, step {loss.step[row]}: {tokens} tokens in "
-            f"one path do not fit a micro-batch of {budget}; raise train.micro_batch_tokens"
-        )
+        row, loss = starts[longest], trie.loss
+        raise _too_long(loss.group[row], loss.trajectory[row], loss.step[row], tokens, budget)
+
+
+def check_lengths(groups: list[Group], budget_tokens: int, align_tokens: int) -> None:
+    """Raise what `pack` would for a step that is longer than a micro-batch, before anything is folded."""
+    budget = budget_tokens - budget_tokens % align_tokens
+    for group in groups:
+        for trajectory in group.trajectories:
+            for step in trajectory.steps:
+                trained = np.flatnonzero(step.loss_mask)
+                tokens = len(step.prompt_ids) + int(trained[-1]) if len(trained) else 0
+                if tokens > budget:
+                    raise _too_long(group.id, trajectory.index, step.index, tokens, budget)
+
+
+def _too_long(group: int, trajectory: int, step: int, tokens: int, budget: int) -> ValueError:
+    return ValueError(f"group {group}, trajectory {trajectory}, step {step}: {tokens} tokens in one path do not fit a "
+                      f"micro-batch of {budget}; raise train.micro_batch_tokens")
 
 
 def _best_cuts(path: list[int], shared: list[int], budget: int) -> list[int]:

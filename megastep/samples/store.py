@@ -16,13 +16,17 @@ Offsets: entry i owns offsets[i] to offsets[i + 1] of the column below it. G gro
     step/has_state        bool [S]       step/state              i64 [S]
     step/has_routing      bool [S]       step/routing_rows       i64 [S + 1]  → routing
     step/routing_start    i32 [S]        routing                 u8 or i16 [Σn, L, K]
+    version 2 only:
+    checksums             u8 [4 + 4C]    zlib.crc32 of the header with its length, then of each of the C other columns,
+                                         in the order of the header; four bytes each, the lowest first
 
-The file's metadata holds `format` ("megastep.rollouts"), `version` ("1") and `trajectories`: JSON, one object per
+The file's metadata holds `format` ("megastep.rollouts"), `version` ("2") and `trajectories`: JSON, one object per
 trajectory with `stop_reason` and `env_metrics`. A reader refuses a higher version; within one, columns are only added.
+Version 1 is the same without checksums: what other programs may write, and nobody notices if a bit of it changes.
 
 Writing streams the steps' own arrays into a file beside the target and renames it: nothing is copied, and a reader
 sees the old file or the new one. Reading maps the file: every array is a read-only view of it, and nothing is
-unpickled. What is read is validated as a rollout.
+unpickled. What is read is compared with the checksums and validated as a rollout.
 
 A file can be written with numpy alone. Two samples of one prompt, one step each:
 
@@ -57,9 +61,12 @@ A file can be written with numpy alone. Two samples of one prompt, one step each
 '''
 
 import json
+import math
 import mmap
 import os
+import stat
 import struct
+import zlib
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -69,9 +76,24 @@ import numpy as np
 from megastep.types import FINISHES, Group, RolloutError, Step, Trajectory, validate
 
 FORMAT = "megastep.rollouts"
-VERSION = 1
+VERSION = 2
+CHECKSUMS = "checksums"
 DTYPES = {"I64": "<i8", "F64": "<f8", "I32": "<i4", "F32": "<f4", "I16": "<i2", "U8": "|u1", "BOOL": "|b1"}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Every column with its possible types and its axes. Others may be in a file; nobody reads them.
+COLUMNS = {
+    "group/id": ("I64", 1), "group/trajectories": ("I64", 1),
+    "trajectory/index": ("I32", 1), "trajectory/steps": ("I64", 1),
+    "step/index": ("I32", 1), "step/last": ("BOOL", 1), "step/reward": ("F64", 1), "step/finish": ("U8", 1),
+    "step/has_logprobs": ("BOOL", 1), "step/prompt_tokens": ("I64", 1), "step/response_tokens": ("I64", 1),
+    "step/version_runs": ("I64", 1), "prompt_ids": ("I32", 1), "response_ids": ("I32", 1), "loss_mask": ("BOOL", 1),
+    "logprobs": ("F32", 1), "versions": ("I32", 2),
+    "step/has_state": ("BOOL", 1), "step/state": ("I64", 1), "step/has_routing": ("BOOL", 1),
+    "step/routing_rows": ("I64", 1), "step/routing_start": ("I32", 1), "routing": ("U8 I16", 3),
+    CHECKSUMS: ("U8", 1),
+}
+OPTIONAL = ("step/has_state", "step/state", "step/has_routing", "step/routing_rows", "step/routing_start", "routing",
+            CHECKSUMS)
 
 
 class StoreError(ValueError):
@@ -98,23 +120,15 @@ def write(path: str | Path, groups: list[Group]) -> None:
     """Atomically: the file is complete under its name, or is not there."""
     validate(groups)
     columns = _columns(groups)
-    trajectories = ",".join(_told(t) for g in groups for t in g.trajectories)
-    metadata = {"format": FORMAT, "version": str(VERSION), "trajectories": f"[{trajectories}]"}
-    header, at = {"__metadata__": metadata}, 0
     # Wide types first: every column then begins at a multiple of its item size.
-    ordered = sorted(columns.items(), key=lambda item: -np.dtype(item[1].dtype).itemsize)
-    for name, column in ordered:
-        header[name] = {"dtype": NAMES[column.dtype], "shape": column.shape, "data_offsets": [at, at + column.nbytes]}
-        at += column.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    columns = dict(sorted(columns.items(), key=lambda item: -np.dtype(item[1].dtype).itemsize))
     beside = Path(f"{path}.{os.getpid()}.tmp")
+    header = _header(columns, groups)
     try:
         with open(beside, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for _, column in ordered:
-                for piece in column.pieces:
-                    file.write(memoryview(np.ascontiguousarray(piece)).cast("B") if piece.size else b"")
+            file.write(header)
+            checksums = [zlib.crc32(header), *(_write_column(file, column) for column in columns.values())]
+            file.write(np.array(checksums, "<u4").tobytes())
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -132,10 +146,34 @@ def without_routing(groups: list[Group]) -> list[Group]:
     ]
 
 
+def _header(columns: dict[str, _Column], groups: list[Group]) -> bytes:
+    trajectories = ",".join(_told(t) for g in groups for t in g.trajectories)
+    metadata = {"format": FORMAT, "version": str(VERSION), "trajectories": f"[{trajectories}]"}
+    header, at = {"__metadata__": metadata}, 0
+    checksums = _Column("|u1", (4 + 4 * len(columns),), [])
+    for name, column in [*columns.items(), (CHECKSUMS, checksums)]:
+        header[name] = {"dtype": NAMES[column.dtype], "shape": column.shape, "data_offsets": [at, at + column.nbytes]}
+        at += column.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_column(file, column: _Column) -> int:
+    """Returns its checksum."""
+    checksum = 0
+    for piece in column.pieces:
+        if piece.size:
+            content = memoryview(np.ascontiguousarray(piece)).cast("B")
+            file.write(content)
+            checksum = zlib.crc32(content, checksum)
+    return checksum
+
+
 def _told(trajectory: Trajectory) -> str:
     try:
         return json.dumps({"stop_reason": trajectory.stop_reason, "env_metrics": trajectory.env_metrics})
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:
         where = f"group {trajectory.group_id}, trajectory {trajectory.index}"
         raise StoreError(f"{where}: env_metrics must hold JSON values ({error})") from None
 
@@ -193,65 +231,139 @@ def _joined(dtype: str, shape: tuple, pieces: list[np.ndarray]) -> _Column:
 
 def read(path: str | Path) -> list[Group]:
     """The groups of a file; their arrays are read-only views of it."""
-    header, data = _open(Path(path))
+    path = Path(path)
+    content = _map(path)
+    header, start = _parse(path, content)
     metadata = header.pop("__metadata__", {})
-    _check_format(path, metadata)
+    version = _check_format(path, metadata)
     try:
-        columns = {name: _view(data, **entry) for name, entry in header.items()}
-        groups = _groups(columns, json.loads(metadata["trajectories"]))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise StoreError(f"{path}: damaged, its columns do not fit together ({error})") from None
+        places = {name: _place(name, entry) for name, entry in header.items()}
+        _check_size(path, len(content) - start, max((stop for _, stop in places.values()), default=0))
+        parts = {name: content[start + first : start + stop] for name, (first, stop) in places.items()}
+        _check_checksums(content[:start], parts, version)
+        columns = {name: _view(name, header[name], part) for name, part in parts.items() if name in COLUMNS}
+        groups = _groups(columns, _trajectories(metadata))
+    except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"{path}: damaged, its columns do not fit together ({_short(error)})") from None
     try:
         validate(groups)
     except RolloutError as error:
-        more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
-        raise StoreError(f"{path}: not a valid rollout: {error.problems[0]}{more}") from None
+        raise StoreError(f"{path}: not a valid rollout: {error.summary()}") from None
     return groups
 
 
-def _open(path: Path) -> tuple[dict, memoryview]:
-    """The safetensors header and the bytes after it, checked against the file's size."""
+def _map(path: Path) -> memoryview:
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+            raise StoreError(f"{path}: cannot be read (not a file)")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror})") from None
-    foreign = StoreError(f"{path}: not a rollout file; `megastep rollout` writes one")
-    length = struct.unpack("<Q", mapped[:8])[0] if size >= 8 else 0
-    if not 0 < length < 2**40 or mapped[8:9] != b"{":
-        raise foreign
-    if 8 + length > size:
+
+
+def _parse(path: Path, content: memoryview) -> tuple[dict, int]:
+    """The safetensors header, and where the columns begin."""
+    length = struct.unpack("<Q", content[:8])[0] if len(content) >= 8 else 0
+    if not 0 < length < 2**40 or content[8:9] != b"{":
+        raise StoreError(f"{path}: not a rollout file; `megastep rollout` writes one")
+    if 8 + length > len(content):
         raise StoreError(f"{path}: truncated within its header")
     try:
-        header = json.loads(bytes(mapped[8 : 8 + length]))
-        needed = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise foreign from None
-    if 8 + length + needed > size:
-        raise StoreError(f"{path}: truncated, {size} of {8 + length + needed} bytes are there")
-    return header, mapped[8 + length :]
+        return json.loads(bytes(content[8 : 8 + length])), 8 + length
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path}: not a rollout file, or damaged: its header is no JSON ({_short(error)})") from None
 
 
-def _check_format(path: str | Path, metadata: dict) -> None:
-    if metadata.get("format") != FORMAT:
-        found = metadata.get("format")
-        raise StoreError(f"{path}: a safetensors file but not a rollout file (its format is {found!r})")
-    version = metadata.get("version", "")
-    if not version.isdigit():
-        raise StoreError(f"{path}: its version is {version!r}, a number is needed")
-    if int(version) > VERSION:
-        raise StoreError(f"{path}: written in version {version} of the format, this megastep reads up to {VERSION}")
+def _check_format(path: Path, metadata: object) -> int:
+    """Returns the version."""
+    found = metadata.get("format") if isinstance(metadata, dict) else None
+    if found != FORMAT:
+        raise StoreError(f"{path}: a safetensors file but not a rollout file (its format is {_short(repr(found))})")
+    version = metadata.get("version")
+    if version in [str(known) for known in range(1, VERSION + 1)]:
+        return int(version)
+    raise StoreError(f"{path}: written in version {_short(version)} of the format, this megastep reads up to {VERSION}")
 
 
-def _view(data: memoryview, dtype: str, shape: list[int], data_offsets: list[int]) -> np.ndarray:
-    start, stop = data_offsets
-    return np.frombuffer(data[start:stop], np.dtype(DTYPES[dtype])).reshape(shape)
+def _place(name: str, entry: object) -> tuple[int, int]:
+    """First and last byte of a column."""
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not _are_counts(offsets, 2) or offsets[0] > offsets[1]:
+        raise ValueError(f"{_short(name)} has no place in the file")
+    return offsets[0], offsets[1]
+
+
+def _are_counts(value: object, number: int) -> bool:
+    """A list of so many integers from 0 on."""
+    return isinstance(value, list) and len(value) == number and all(type(n) is int and 0 <= n < 2**62 for n in value)
+
+
+def _check_size(path: Path, size: int, needed: int) -> None:
+    if size < needed:
+        raise StoreError(f"{path}: truncated, {size} of {needed} bytes of its columns are there")
+    if size > needed:
+        raise StoreError(f"{path}: damaged, {size - needed} bytes follow its last column")
+
+
+def _check_checksums(header: memoryview, parts: dict[str, memoryview], version: int) -> None:
+    if CHECKSUMS not in parts:
+        if version > 1:
+            raise ValueError("the checksums are missing")
+        return
+    recorded = np.frombuffer(parts[CHECKSUMS], np.uint8)
+    covered = {"its header": header} | {name: part for name, part in parts.items() if name != CHECKSUMS}
+    if len(recorded) != 4 * len(covered):
+        raise ValueError(f"{len(recorded)} bytes of checksums for {len(covered) - 1} columns and the header")
+    for (name, part), checksum in zip(covered.items(), recorded.view("<u4").tolist()):
+        if zlib.crc32(part) != checksum:
+            raise ValueError(f"the checksum of {name} is another")
+
+
+def _view(name: str, entry: dict, part: memoryview) -> np.ndarray:
+    dtypes, axes = COLUMNS[name]
+    dtype, shape = entry.get("dtype"), entry.get("shape")
+    if dtype not in dtypes.split() or not _are_counts(shape, axes):
+        raise ValueError(f"{name} is {_short(dtype)} {_short(shape)}; {dtypes.replace(' ', ' or ')} with {axes} axes "
+                         "is needed")
+    kind = np.dtype(DTYPES[dtype])
+    if math.prod(shape) * kind.itemsize != len(part):
+        raise ValueError(f"{name} has {len(part)} bytes for {dtype} {_short(shape)}")
+    if dtype == "BOOL" and np.frombuffer(part, np.uint8).max(initial=0) > 1:
+        raise ValueError(f"{name} holds other bytes than 0 and 1")
+    return np.frombuffer(part, kind).reshape(shape)
+
+
+def _trajectories(metadata: dict) -> list[dict]:
+    """What is told of each trajectory: stop_reason, env_metrics."""
+    told = json.loads(metadata["trajectories"])
+    if not isinstance(told, list):
+        raise ValueError("trajectories is not a list")
+    for i, one in enumerate(told):
+        if not isinstance(one, dict) or not isinstance(one.get("stop_reason"), str) or \
+                not isinstance(one.get("env_metrics"), dict):
+            raise ValueError(f"entry {i} of trajectories has no stop_reason, or no env_metrics")
+    return told
+
+
+def _short(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _groups(columns: dict[str, np.ndarray], told: list[dict]) -> list[Group]:
+    missing = [name for name in COLUMNS if name not in columns and name not in OPTIONAL]
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: not there")
+    if len(told) != len(columns["trajectory/index"]):
+        raise ValueError(f"{len(told)} of {len(columns['trajectory/index'])} trajectories are told of")
     steps = _steps(columns)
     index, bounds = columns["trajectory/index"].tolist(), _ranges(columns["trajectory/steps"], len(steps))
+    if len(bounds) != len(index):
+        raise ValueError(f"steps of {len(bounds)} trajectories, of which there are {len(index)}")
     groups = []
     members = _ranges(columns["group/trajectories"], len(index))
     for id, (first, stop) in zip(columns["group/id"].tolist(), members, strict=True):

@@ -43,6 +43,8 @@ MEANINGS = {
     "eval/step": "training steps behind the policy when the evaluation began; beside training, newer policies join in",
     # per model call
     "turn/count": "model calls of the batch",
+    "turn/older_routing": "model calls that met a weight sync while they waited for their engine: the experts of their "
+                          "prompt are those of the version before",
     "turn/prompt_tokens_mean": "prompt tokens of one model call, mean",
     "turn/prompt_tokens_max": "prompt tokens of one model call, at most",
     "turn/response_tokens_mean": "response tokens of one model call, mean",

@@ -119,7 +119,7 @@ class Script:
     routing: bool = False
     calls: list[tuple[np.ndarray, Sampling, str, int]] = field(default_factory=list)
 
-    async def __call__(self, prompt_ids, sampling, *, session, routing_start=0) -> Generation:
+    async def __call__(self, prompt_ids, sampling, *, session, routing_start=0, routing_version=None) -> Generation:
         reply = self.replies[min(len(self.calls), len(self.replies) - 1)]
         self.calls.append((prompt_ids, sampling, session, routing_start))
         if isinstance(reply, BaseException):

@@ -6,10 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from megastep.rollout.agent import Agent, Limits, call_seed, recorded_tokens
+from megastep.rollout.agent import Agent, Limits, Recorded, call_seed
 from megastep.rollout.env import Env, Outcome
 from megastep.rollout.generation import Generation, Sampling
 from megastep.rollout.renderer import Renderer
+from megastep.samples.metrics import rollout_metrics
 from megastep.types import Group, validate
 
 from . import chats
@@ -198,7 +199,62 @@ def test_s10_the_last_token_of_a_prompt_is_always_computed():
     trajectory, _, _ = play(Talk(), routing=True)
     (step,) = trajectory.steps
     prompt = np.concatenate([step.prompt_ids, step.response_ids])[:-3]
-    assert recorded_tokens([step], prompt) == len(prompt) - 1
+    assert Recorded(3, [step]).tokens(prompt) == len(prompt) - 1
+
+
+# ---------------------------------------------------------------- A12: experts across a weight sync
+
+
+def engine_steps(versions, queued=()):
+    """Three turns that extend each other. `versions[i]`: those of turn i, one per sampled token, the last for the rest;
+    a turn in `queued` was sent before the sync that changed its version: the engine records what it was asked for."""
+    renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
+    script = chats.Script(renderer, [THINKING], routing=True)
+    asked = []
+
+    async def generate(prompt_ids, sampling, *, session, routing_start, routing_version):
+        turn = len(asked)
+        asked.append((routing_start, routing_version))
+        known = routing_start if routing_version == versions[turn][0] or turn in queued else 0
+        made = await script(prompt_ids, sampling, session=session, routing_start=known)
+        runs = [[v, 1] for v in versions[turn][:-1]]
+        made.versions = np.array([*runs, [versions[turn][-1], len(made.ids) - len(runs)]], np.int32)
+        return made
+
+    agent = Agent(generate, renderer, LIMITS, Sampling(max_tokens=0), seed=7)
+    trajectory = asyncio.run(agent.play(lambda: Talk("one", "two"), group_id=4, index=2, session="4/2"))
+    validate([Group(4, [trajectory])])
+    return trajectory, asked
+
+
+def test_a12_while_the_weights_are_the_same_experts_are_recorded_once():
+    trajectory, asked = engine_steps([[3], [3], [3]])
+    assert asked[0] == (0, None) and [version for _, version in asked[1:]] == [3, 3]
+    first, second, third = trajectory.steps
+    assert (second.routing_start, third.routing_start) == (first.routing_end, second.routing_end)
+    assert rollout_metrics([Group(4, [trajectory])])["turn/older_routing"] == 0
+
+
+def test_a12_after_a_weight_sync_a_call_records_its_whole_context():
+    trajectory, asked = engine_steps([[3], [4], [4]])
+    first, second, third = trajectory.steps
+    assert asked[1] == (first.routing_end, 3) and second.routing_start == 0  # the engine has version 4 by then
+    assert asked[2] == (second.routing_end, 4) and third.routing_start == second.routing_end
+    assert rollout_metrics([Group(4, [trajectory])])["turn/older_routing"] == 0
+
+
+def test_a12_a_call_that_a_sync_interrupted_has_no_experts_for_the_next():
+    """Its prompt has those of version 3, what it sampled last those of version 4."""
+    _, asked = engine_steps([[3], [3, 4], [4]])
+    assert asked[2] == (0, None)
+
+
+def test_a12_a_call_that_waited_through_a_sync_is_counted_and_trusted_by_none():
+    trajectory, asked = engine_steps([[3], [4], [4]], queued={1})
+    first, second, third = trajectory.steps
+    assert second.routing_start == first.routing_end
+    assert asked[2] == (0, None) and third.routing_start == 0
+    assert rollout_metrics([Group(4, [trajectory])])["turn/older_routing"] == 1
 
 
 # ---------------------------------------------------------------- what goes wrong
@@ -489,7 +545,7 @@ def test_an_engine_that_fails_marks_its_trajectory():
 def test_an_aborted_call_keeps_what_was_sampled():
     renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
 
-    async def abort(prompt_ids, sampling, *, session, routing_start=0):
+    async def abort(prompt_ids, sampling, *, session, **_):
         return Generation(np.array([1], np.int32), np.zeros(1, np.float32), np.array([[0, 1]], np.int32), "abort")
 
     agent = Agent(abort, renderer, LIMITS, Sampling(max_tokens=0))

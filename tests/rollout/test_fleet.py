@@ -75,6 +75,34 @@ def test_s10_experts_come_as_asked(rollouts):
     assert np.array_equal(whole.routing[:known], first.routing)
 
 
+def test_a12_after_a_weight_sync_the_whole_context_is_recorded_again(rollouts, models, tmp_path):
+    """With the weights that an earlier call had, a call records what is new; with others, all, and so does one that
+    comes while the engines are paused for them."""
+    _policy(rollouts, models, tmp_path / "hf")
+    (first,) = rollouts.ask(some_tokens(1), sessions=["synced"])
+    prompt = np.concatenate([some_tokens(1)[0].numpy(), first.ids, [1, 2, 3]])
+    version, known = int(first.versions[0, 0]), len(first.routing)
+    earlier = dict(sessions=["synced"], routing_start=known, routing_version=version)
+    (same,) = rollouts.ask([prompt], **earlier)
+    assert same.versions[0, 0] == version and same.routing_start == known
+
+    rollouts.on_ranks(shake, 9)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend(rollouts.ask([prompt], **earlier)))
+    rollouts.fleet.pause()
+    thread.start()
+    time.sleep(0.3)
+    pushed = rollouts.cluster.policy.push(rollouts.fleet.serving())
+    assert not answers
+    rollouts.fleet.resume()
+    thread.join()
+    (paused,), (after,) = answers, rollouts.ask([prompt], **earlier)
+    for made in (paused, after):
+        assert made.versions.tolist() == [[pushed, 12]] and pushed != version
+        assert made.routing_start == 0 and len(made.routing) == len(prompt) + 12 - 1
+    assert np.array_equal(paused.routing, after.routing)
+
+
 def test_logprobs_are_those_of_the_distribution_sampled_from(rollouts, models, tmp_path):
     model = _policy(rollouts, models, tmp_path / "hf")
     prompts = some_tokens(2)
@@ -255,7 +283,7 @@ class Stub:
         if self.sick == 5:
             await asyncio.sleep(1000)
 
-    async def generate(self, prompt_ids, sampling, name, routing_start):
+    async def generate(self, prompt_ids, sampling, name, routing_start, routing_version):
         self.calls += 1
         if prompt_ids[0] == 1 and self.index == 0 or prompt_ids[0] == 2:
             await asyncio.sleep(1000)

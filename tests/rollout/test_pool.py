@@ -52,7 +52,7 @@ class Engine:
     def __init__(self, delay_s=0.001):
         self.delay_s, self.now, self.most, self.sessions, self.seeds = delay_s, 0, 0, [], []
 
-    async def __call__(self, prompt_ids, sampling, *, session, routing_start=0):
+    async def __call__(self, prompt_ids, sampling, *, session, **_):
         self.now += 1
         self.most = max(self.most, self.now)
         self.sessions.append(session)

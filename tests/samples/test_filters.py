@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from megastep.samples import make_samples
+from megastep.samples.credit import OUTCOME, STEPWISE
 from megastep.samples.filters import Dropped, failed, finite_rewards, over_long, zero_variance
 
 from .rollouts import group_of, trajectory
@@ -17,15 +18,49 @@ def with_rewards(id, *rewards, turns=2):
 
 def test_x5_zero_variance_looks_at_trajectories_not_at_steps():
     """Every group has steps of different reward; only one has trajectories of different reward."""
-    kept, dropped = zero_variance([with_rewards(0, 1, 1), with_rewards(1, 1, 0), with_rewards(2, 0.5)])
+    kept, dropped = zero_variance([with_rewards(0, 1, 1), with_rewards(1, 1, 0), with_rewards(2, 0.5)], "grpo")
     assert [g.id for g in kept] == [1]
     assert dropped[0] == Dropped(0, 0, "all 2 trajectories have reward 1")
+    assert dropped[2] == Dropped(2, 0, "one trajectory, none to compare it with")
     assert [(d.group, d.trajectory) for d in dropped] == [(0, 0), (0, 1), (2, 0)]
 
 
 def test_x5_rewards_spread_over_steps_are_summed():
     one, other = trajectory(([A], [B]), ([A], [C]), rewards=[1.0, 0.0]), trajectory(([A], [B]), rewards=[1.0])
-    assert zero_variance([group_of(one, other)])[0] == []
+    assert zero_variance([group_of(one, other)], "grpo")[0] == []
+
+
+@pytest.mark.parametrize("estimator", OUTCOME + STEPWISE)
+def test_a2_rounding_does_not_keep_a_group(estimator):
+    """One definition of a degenerate group: what is dropped is what has advantage 0."""
+    assert zero_variance([with_rewards(0, 0.7, 0.7000000000000001, turns=1)], estimator)[0] == []
+    assert len(zero_variance([with_rewards(0, 0.7, 0.701, turns=1)], estimator)[0]) == 1
+
+
+@pytest.mark.parametrize("estimator, learns", [*((e, False) for e in OUTCOME), *((e, True) for e in STEPWISE)])
+def test_a3_equal_totals_of_different_steps_are_kept_for_estimators_of_steps(estimator, learns):
+    turns = [([A], [B]), ([A, B, C], [B])]
+    early, late = trajectory(*turns, rewards=[1.0, 0.0]), trajectory(*turns, rewards=[0.0, 1.0])
+    kept, dropped = zero_variance([group_of(early, late)], estimator)
+    assert len(kept) == learns and len(dropped) == 2 * (not learns)
+
+
+def test_a3_discount_and_step_weight_decide_too():
+    """Equal totals; the only step that both took from one state is the first, whose returns differ if discounted."""
+    early, late = (trajectory(([A], [B]), (p, [B]), rewards=r) for p, r in (([A, B], [1.0, 0.0]), ([A, C], [0.0, 1.0])))
+    group = [group_of(early, late)]
+    assert zero_variance(group, "gigpo", discount=1.0)[0] == []
+    assert zero_variance(group, "gigpo", discount=0.5)[0] == group
+    assert zero_variance(group, "gigpo", discount=0.5, step_weight=0.0)[0] == []
+
+
+def test_a_group_whose_advantages_fall_on_masked_steps_is_dropped():
+    group = with_rewards(0, 1, 0)
+    for t in group.trajectories:
+        t.steps[-1].finish = "length"
+    masked, _ = over_long([group], "mask")
+    kept, dropped = zero_variance(masked, "grpo")
+    assert kept == [] and dropped[0].reason == "no trained step has an advantage other than 0"
 
 
 def test_finite_rewards_drops_the_trajectory_and_keeps_its_group():

@@ -115,10 +115,10 @@ def test_another_safetensors_file_is_refused(tmp_path):
 
 
 def test_a_newer_file_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "VERSION", 2)
+    monkeypatch.setattr(store, "VERSION", 3)
     write(tmp_path / "f", small())
     monkeypatch.undo()
-    refused(tmp_path / "f", "version 2 of the format, this megastep reads up to 1")
+    refused(tmp_path / "f", "version 3 of the format, this megastep reads up to 2")
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):

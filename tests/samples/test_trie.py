@@ -267,9 +267,9 @@ def test_s10_flat_takes_what_earlier_steps_recorded():
 
 
 def test_s10_a_token_nobody_forwarded_is_free():
-    turns = two_steps([10, 11], [13, 14], start=3)
-    turns.steps[1].routing_start = 3
-    assert experts(fold(samples_of(group_of(turns)))[0][0]) == [10, 11, FREE, 13, 14]
+    group = group_of(two_steps([10, 11], [12, 13, 14], start=2))
+    recorded(group.trajectories[0].steps[1], [13, 14], start=3)  # which validation would refuse
+    assert experts(fold(samples_of(group))[0][0]) == [10, 11, FREE, 13, 14]
 
 
 def test_s10_appended_eos_empty_response_and_missing_records_shift_nothing():
