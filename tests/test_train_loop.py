@@ -198,10 +198,11 @@ def test_dynamic_sampling_gives_up_after_max_batches(limit, tmp_path):
 
 
 def test_what_happens_at_which_step(tmp_path, monkeypatch):
-    """train.steps, train.eval_every, checkpoint.every_steps, run.rollouts_every, rollout.prompts, eval.prompts."""
+    """train.steps, train.eval_every, checkpoint.every_steps, run.rollouts_every, run.report_prompts, rollout.prompts,
+    eval.prompts."""
     loop = make_loop(
         tmp_path, Judged(rewarded), "train.steps=7", "train.eval_every=3", "checkpoint.every_steps=2",
-        "run.rollouts_every=5", "async.max_staleness=0", "rollout.prompts=3", "optimizer.warmup_steps=0",
+        "run.rollouts_every=5", "run.report_prompts=2", "async.max_staleness=0", "rollout.prompts=3", "optimizer.warmup_steps=0",
     )
     learned, rows, saved, begun = [], [], [], []
     loop.learner = SimpleNamespace(learn=lambda groups: learned.append([g.id for g in groups]) or {}, policy=None)
@@ -216,8 +217,8 @@ def test_what_happens_at_which_step(tmp_path, monkeypatch):
     assert [step for step, _ in rows] == list(range(8))
     assert begun == [0, 3, 6, 7] == [step for step, metrics in rows if "eval/success" in metrics]
     assert [step for method, step in saved if method == "save"] == [2, 4, 6, 7]
-    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_5.safetensors", "step_7.safetensors"]
-    assert [group.id for group in store.read(tmp_path / "rollouts" / "step_5.safetensors")] == [12, 13, 14]
+    kept = {p.stem: [group.id for group in store.read(p)] for p in (tmp_path / "rollouts").iterdir()}
+    assert kept == {"step_5": [12, 13, 14], "step_7": [18, 19, 20], "latest": [18, 19]}
 
 
 async def play_all(loop) -> list:

@@ -2,6 +2,7 @@ import json
 import os
 import struct
 import textwrap
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -169,3 +170,12 @@ def test_metrics_that_json_does_not_know_are_named(tmp_path):
     with pytest.raises(StoreError, match="group 0, trajectory 1: env_metrics must hold JSON values"):
         write(tmp_path / "f", small(env_metrics={"a": np.float32(1)}))
     assert os.listdir(tmp_path) == []
+
+
+def test_without_routing_changes_nothing_else():
+    step = replace(group_of(trajectory(([1, 2], [3, 4]))).trajectories[0].steps[0],
+                   routing=np.zeros((3, 2, 2), np.uint8), routing_start=0)
+    groups = [group_of(replace(trajectory(([1, 2], [3, 4])), steps=[step]))]
+    (left,) = store.without_routing(groups)
+    assert left.trajectories[0].steps[0].routing is None and step.routing is not None
+    assert left.trajectories[0].steps[0].response_ids is step.response_ids
