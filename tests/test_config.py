@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megastep import cli
+from megastep import cli, paths
 from megastep.config import Config, ConfigError, load, to_yaml
 
 LOCAL = "configs/local.yaml"
@@ -41,7 +41,7 @@ def test_resolved_config_reads_back(tmp_path):
     config = load(LOCAL, ["train.steps=9", "policy.parallel.layers_per_stage=null", "async.max_staleness=0.5"])
     assert config.asynchronous.max_staleness == 0.5 and "\nasync:\n" in to_yaml(config)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert load(tmp_path / "config.yaml") == config
+    assert load(tmp_path / "config.yaml") == paths.absolute(config)
 
 
 def test_the_correction_follows_from_staleness():
@@ -138,7 +138,7 @@ def test_options_of_others_may_have_any_name(tmp_path):
     assert config.env.options == {"databases": "here", "a": {"b": 1}, "query_timeout_s": 2}
     assert config.rollout.template == {"enable_thinking": False}
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert load(tmp_path / "config.yaml") == config
+    assert load(tmp_path / "config.yaml") == paths.absolute(config)
 
 
 def test_colocated_engines_need_the_places_of_ranks():
