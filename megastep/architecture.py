@@ -42,7 +42,7 @@ MAX_HEADS = 4096
 MAX_VOCAB = 1 << 24
 MAX_POSITIONS = 1 << 28
 MAX_EXPERTS = 4096
-MAX_ALL_EXPERTS = 1 << 17
+MAX_ALL_EXPERTS = 1 << 16
 
 
 class ArchitectureError(ValueError):
