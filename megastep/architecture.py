@@ -94,7 +94,8 @@ class Architecture:
 def read_architecture(folder: str | Path) -> Architecture:
     path = Path(folder) / "config.json"
     if not os.path.isdir(folder):
-        raise ArchitectureError(f"{folder}: no such folder; a Hugging Face model folder with a config.json is needed")
+        shown = folder if len(str(folder)) <= 200 else f"{str(folder)[:197]}..."
+        raise ArchitectureError(f"{shown}: no such folder; a Hugging Face model folder with a config.json is needed")
     if not os.path.isfile(path):
         raise ArchitectureError(f"{path}: missing; a Hugging Face model folder holds its shape in config.json")
     hf = _read_json(path)

@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megastep import bounds, paths
@@ -411,11 +412,16 @@ def _parse_overrides(overrides: list[str], problems: list[str]) -> list[tuple[st
     return result
 
 
+@cache
+def _schema() -> DictConfig:
+    return OmegaConf.structured(Config)
+
+
 class _Values:
     """What files and overrides say, later ones over earlier ones, in the types of the schema."""
 
     def __init__(self):
-        self.typed = OmegaConf.structured(Config)
+        self.typed = deepcopy(_schema())
         self.open: dict[str, dict[str, Any]] = {key: {} for key in _open_keys()}
         self.model_as_written: Any = None
 
@@ -432,6 +438,8 @@ class _Values:
 
     def _set_typed(self, key: str, value: Any) -> str | None:
         try:
+            if isinstance(value, list) and any(isinstance(part, dict | list) for part in value):
+                raise TypeError  # OmegaConf would keep them
             # "1e-3" is a string to YAML 1.1; OmegaConf turns it into the field's type.
             OmegaConf.update(self.typed, key, value)
         except (OmegaConfBaseException, ArithmeticError, ValueError, TypeError):
@@ -524,6 +532,7 @@ def _known() -> dict[str, Any]:
     return found
 
 
+@cache
 def _open_keys() -> list[str]:
     """Those that hold keys of somebody else's choice."""
     return [key for key, kind in _known().items() if get_origin(kind) is dict]
@@ -634,7 +643,7 @@ _CHOICES = {
 }
 _AT_LEAST_ONE = (
     "policy.ranks", "policy.parallel.tensor", "policy.parallel.pipeline", "policy.parallel.virtual",
-    "policy.parallel.expert", "policy.parallel.expert_tensor_size", "policy.parallel.context",
+    "policy.parallel.expert", "policy.parallel.context",
     "engine.count", "engine.tensor", "engine.max_sequences", "engine.cpu_kv_gb", "sync.bucket_mb",
     "policy.head_rows", "train.steps", "train.micro_batch_tokens", "checkpoint.keep", "filters.max_batches",
     "warm_start.epochs", "warm_start.batch",
@@ -680,6 +689,8 @@ def _check_values(config: Config, problems: _Problems) -> None:
         problems.check(value_of(config, key) >= 0, key, value_of(config, key), "must not be negative")
     for key in _FRACTIONS:
         problems.check(0 <= value_of(config, key) <= 1, key, value_of(config, key), "must lie in 0 to 1")
+    inside = config.policy.parallel.expert_tensor
+    problems.check(inside is None or inside >= 1, "policy.parallel.expert_tensor", inside, "must be 1 or more")
     _check_recomputation(config.policy, problems)
     _check_offloading(config, problems)
     _check_loss(config.loss, problems)
@@ -691,7 +702,7 @@ def _check_values(config: Config, problems: _Problems) -> None:
         problems.check(config.optimizer.warmup_steps < max(config.optimizer_steps, 1), "optimizer.warmup_steps",
                        config.optimizer.warmup_steps, f"must be less than the {config.optimizer_steps} optimizer steps")
     problems.check(mini is None or mini >= 1, "train.mini_batch_prompts", mini, "must be 1 or more")
-    problems.check(config.optimizer.min_lr <= config.optimizer.lr, "optimizer.min_lr", config.optimizer.min_lr,
+    problems.check(not config.optimizer.min_lr > config.optimizer.lr, "optimizer.min_lr", config.optimizer.min_lr,
                    f"must not exceed optimizer.lr = {config.optimizer.lr}")
     _check_rollout(config, problems)
     problems.check(not config.run.tensorboard or find_spec("tensorboard") is not None, "run.tensorboard", True,
@@ -710,7 +721,7 @@ def _check_texts(config: Config, problems: _Problems) -> None:
     name = config.run.name
     if name is not None:
         ok = name.strip() == name and name not in ("", ".", "..") and not set(name) & set("/\\")
-        problems.check(ok and len(name.encode()) <= _MAX_NAME, "run.name", repr(name), "must be the name of one folder, "
+        problems.check(ok and len(name.encode(errors="replace")) <= _MAX_NAME, "run.name", repr(name), "must be the name of one folder, "
                        f"without / or \\, not .. and of at most {_MAX_NAME} bytes; run.dir says where it is")
 
 
@@ -793,7 +804,7 @@ def _check_loss(loss: LossConfig, problems: _Problems) -> None:
     problems.check(loss.clip_low < 1, "loss.clip_low", loss.clip_low, "must be less than 1: a ratio is not negative")
     problems.check(loss.dual_clip == 0 or loss.dual_clip > 1, "loss.dual_clip", loss.dual_clip,
                    "must be more than 1, or 0 for none")
-    problems.check(loss.correction_low < loss.correction_high, "loss.correction_low", loss.correction_low,
+    problems.check(not loss.correction_low >= loss.correction_high, "loss.correction_low", loss.correction_low,
                    f"must be less than loss.correction_high = {loss.correction_high}")
     problems.check(loss.correction in ("auto", "none") or loss.old == "policy", "loss.correction", loss.correction,
                    "compares with the trainer's own logprobs; needs loss.old = policy")
