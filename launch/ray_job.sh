@@ -13,7 +13,8 @@ failure, because the run has the name of CONFIG unless run.name=NAME is given he
 here too. A lost connection or a closed terminal leave the job running; the same command then says which job that is.
 
 The job runs in the project's folder, not in a copy: all nodes must have it at the same path, on a file system that
-they share if there are several. Paths in CONFIG and of CONFIG itself are relative to that folder, run.dir too.
+they share if there are several. CONFIG, run.dir and paths given as key=value are relative to that folder, paths in
+CONFIG to where CONFIG is.
 
 variables:
   RAY_API_SERVER_ADDRESS    where Ray's dashboard listens, such as http://HEAD:8265; or RAY_ADDRESS

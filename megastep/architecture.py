@@ -14,12 +14,35 @@ types that change with the length of the input, activations other than SiLU, sha
 """
 
 import json
+import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+ROPE_NUMBERS = (
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)
 VOCAB_MULTIPLE = 128  # see padded_vocab
+
+# Several times what the largest models have. Beyond lie typing errors, and hours of laying out layers.
+MAX_BYTES = 4 << 20  # of config.json
+MAX_LAYERS = 1024
+MAX_WIDTH = 1 << 20
+MAX_HEADS = 4096
+MAX_VOCAB = 1 << 24
+MAX_POSITIONS = 1 << 28
+MAX_EXPERTS = 4096
+MAX_ALL_EXPERTS = 1 << 16
 
 
 class ArchitectureError(ValueError):
@@ -70,77 +93,169 @@ class Architecture:
 
 def read_architecture(folder: str | Path) -> Architecture:
     path = Path(folder) / "config.json"
-    if not Path(folder).is_dir():
-        raise ArchitectureError(f"{folder}: no such folder; a Hugging Face model folder with a config.json is needed")
-    if not path.is_file():
+    if not os.path.isdir(folder):
+        shown = folder if len(str(folder)) <= 200 else f"{str(folder)[:197]}..."
+        raise ArchitectureError(f"{shown}: no such folder; a Hugging Face model folder with a config.json is needed")
+    if not os.path.isfile(path):
         raise ArchitectureError(f"{path}: missing; a Hugging Face model folder holds its shape in config.json")
-    try:
-        hf = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArchitectureError(f"{path}: not readable as JSON ({error})") from None
+    hf = _read_json(path)
     if not isinstance(hf, dict):
         raise ArchitectureError(f"{path}: holds a {type(hf).__name__}, an object is needed")
     return parse_architecture(hf, where=str(path))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ArchitectureError(f"{path}: larger than {MAX_BYTES >> 20} MiB; a config.json is not")
+        return json.loads(content)
+    except ArchitectureError:
+        raise
+    except OSError as error:
+        raise ArchitectureError(f"{path}: cannot be read ({error.strerror})") from None
+    except RecursionError:
+        raise ArchitectureError(f"{path}: not readable as JSON (nested too deeply)") from None
+    except ValueError as error:  # of JSON, of its encoding, of a number with thousands of digits
+        raise ArchitectureError(f"{path}: not readable as JSON ({error})") from None
 
 
 def parse_architecture(hf: dict, where: str = "config.json") -> Architecture:
     family = hf.get("model_type")
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ArchitectureError(f"{where}: unknown architecture model_type={family!r}; supported: {known}")
-    _refuse_what_is_not_supported(hf, where)
-
-    def need(key: str):
-        if hf.get(key) is None:
-            raise ArchitectureError(f"{where}: {key} is missing, {family} needs it")
-        return hf[key]
-
-    heads = need("num_attention_heads")
-    hidden = need("hidden_size")
-    biased = bool(hf.get("attention_bias", False)) and bool(hf.get("mlp_bias", False))
+        raise ArchitectureError(f"{where}: unknown architecture model_type={_short(family)}; supported: {known}")
+    entries = _Entries(hf, where, family)
+    _refuse_what_is_not_supported(entries)
+    biased = entries.flag("attention_bias") and entries.flag("mlp_bias")
+    layers = entries.count("num_hidden_layers", MAX_LAYERS)
+    hidden = entries.count("hidden_size", MAX_WIDTH)
+    heads = entries.count("num_attention_heads", MAX_HEADS)
     return Architecture(
         family=family,
-        layers=need("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
-        ffn_hidden=need("intermediate_size"),
+        ffn_hidden=entries.count("intermediate_size", MAX_WIDTH),
         heads=heads,
-        kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or hidden // heads,
-        vocab=need("vocab_size"),
-        max_positions=need("max_position_embeddings"),
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        tied=bool(hf.get("tie_word_embeddings", False)),
+        kv_heads=_kv_heads(entries, heads),
+        head_dim=_head_dim(entries, hidden, heads),
+        vocab=entries.count("vocab_size", MAX_VOCAB),
+        max_positions=entries.count("max_position_embeddings", MAX_POSITIONS),
+        norm_eps=entries.number("rms_norm_eps", 1e-6, above=0.0, most=1.0),
+        tied=entries.flag("tie_word_embeddings"),
         qkv_bias=family == "qwen2" or biased,
         all_bias=biased,
         qk_norm=family in ("qwen3", "qwen3_moe"),
-        init_std=hf.get("initializer_range", 0.02),
-        experts=_experts(family, hf, need),
+        init_std=entries.number("initializer_range", 0.02, above=0.0, most=10.0),
+        experts=_experts(entries, layers),
         hf=hf,
     )
 
 
-def _experts(family: str, hf: dict, need) -> Experts | None:
-    layers = range(hf.get("num_hidden_layers", 0))
-    if family == "mixtral":
-        return Experts(
-            count=need("num_local_experts"),
-            top_k=need("num_experts_per_tok"),
-            hidden=need("intermediate_size"),
-            normalize_top_k=True,
-            layers=tuple(True for _ in layers),
-        )
-    if family == "qwen3_moe":
-        dense = set(hf.get("mlp_only_layers") or [])
-        every = hf.get("decoder_sparse_step", 1)
-        return Experts(
-            # transformers 5 writes the second name
-            count=hf.get("num_experts") or need("num_local_experts"),
-            top_k=need("num_experts_per_tok"),
-            hidden=need("moe_intermediate_size"),
-            normalize_top_k=bool(hf.get("norm_topk_prob", False)),
-            layers=tuple(i not in dense and (i + 1) % every == 0 for i in layers),
-        )
-    return None
+class _Entries:
+    """Typed reading of config.json: one line with file and key for what is not as it must be."""
+
+    def __init__(self, hf: dict, where: str, family: str):
+        self.hf, self.where, self.family = hf, where, family
+
+    def wrong(self, key: str, right: str) -> ArchitectureError:
+        value = self.hf
+        for part in key.split("."):
+            value = value.get(part)
+        return ArchitectureError(f"{self.where}: {key} = {_short(value)}: {right}")
+
+    def has(self, key: str) -> bool:
+        return self.hf.get(key) is not None
+
+    def count(self, key: str, most: int) -> int:
+        if not self.has(key):
+            raise ArchitectureError(f"{self.where}: {key} is missing, {self.family} needs it")
+        value = self.hf[key]
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.wrong(key, f"must be a whole number from 1 to {most}")
+        return value
+
+    def number(self, key: str, default: float, above: float, most: float) -> float:
+        value = self.hf[key] if self.has(key) else default
+        if not _is_number(value) or not above < value <= most:
+            raise self.wrong(key, f"must be a number above {above:g}, at most {most:g}")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.hf[key] if self.has(key) else default
+        if type(value) is not bool:
+            raise self.wrong(key, "must be true or false")
+        return value
+
+    def section(self, key: str) -> dict:
+        value = self.hf[key] if self.has(key) else {}
+        if not isinstance(value, dict):
+            raise self.wrong(key, "must be an object")
+        return value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _short(value: Any) -> str:
+    text = ascii(value) if not isinstance(value, int) or abs(value) < 1 << 64 else "a number beyond 64 bits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _kv_heads(entries: _Entries, heads: int) -> int:
+    kv_heads = entries.count("num_key_value_heads", MAX_HEADS) if entries.has("num_key_value_heads") else heads
+    if heads % kv_heads:
+        raise entries.wrong("num_key_value_heads", f"does not divide num_attention_heads = {heads}")
+    return kv_heads
+
+
+def _head_dim(entries: _Entries, hidden: int, heads: int) -> int:
+    if entries.has("head_dim"):
+        head_dim = entries.count("head_dim", MAX_WIDTH)
+    else:
+        if hidden % heads:
+            raise entries.wrong("hidden_size", f"num_attention_heads = {heads} does not divide it; give head_dim")
+        head_dim = hidden // heads
+    if head_dim % 2:
+        key = "head_dim" if entries.has("head_dim") else "hidden_size"
+        raise entries.wrong(key, f"makes heads of {head_dim}; rotary embeddings need an even size")
+    return head_dim
+
+
+def _experts(entries: _Entries, layers: int) -> Experts | None:
+    if entries.family not in ("mixtral", "qwen3_moe"):
+        return None
+    # transformers 5 writes the second name
+    name = "num_experts" if entries.family == "qwen3_moe" and entries.has("num_experts") else "num_local_experts"
+    count = entries.count(name, MAX_EXPERTS)
+    if count * layers > MAX_ALL_EXPERTS:
+        raise entries.wrong(name, f"in {layers} layers: more than {MAX_ALL_EXPERTS} experts in all")
+    top_k = entries.count("num_experts_per_tok", MAX_EXPERTS)
+    if top_k > count:
+        raise entries.wrong("num_experts_per_tok", f"must not exceed {name} = {count}")
+    if entries.family == "mixtral":
+        hidden = entries.count("intermediate_size", MAX_WIDTH)
+        return Experts(count, top_k, hidden, normalize_top_k=True, layers=(True,) * layers)
+    return Experts(
+        count=count,
+        top_k=top_k,
+        hidden=entries.count("moe_intermediate_size", MAX_WIDTH),
+        normalize_top_k=entries.flag("norm_topk_prob"),
+        layers=_expert_layers(entries, layers),
+    )
+
+
+def _expert_layers(entries: _Entries, layers: int) -> tuple[bool, ...]:
+    dense = entries.hf.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
+        raise entries.wrong("mlp_only_layers", f"must be a list of layers, each from 0 to {layers - 1}")
+    every = entries.count("decoder_sparse_step", MAX_LAYERS) if entries.has("decoder_sparse_step") else 1
+    return tuple(i not in dense and (i + 1) % every == 0 for i in range(layers))
+
+
+# ---------------------------------------------------------------- what is supported
 
 
 def rope_type(hf: dict) -> str:
@@ -149,21 +264,43 @@ def rope_type(hf: dict) -> str:
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
-def _refuse_what_is_not_supported(hf: dict, where: str) -> None:
+def _refuse_what_is_not_supported(entries: _Entries) -> None:
+    hf, where = entries.hf, entries.where
     act = hf.get("hidden_act", "silu")
     if act != "silu":
-        raise ArchitectureError(f"{where}: hidden_act={act!r} is not supported; silu is")
-    rope = rope_type(hf)
-    if rope not in ROPE_TYPES:
-        raise ArchitectureError(f"{where}: rope type {rope!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    attention_bias, mlp_bias = bool(hf.get("attention_bias")), bool(hf.get("mlp_bias"))
+        raise ArchitectureError(f"{where}: hidden_act={_short(act)} is not supported; silu is")
+    _check_rope(entries)
+    attention_bias, mlp_bias = entries.flag("attention_bias"), entries.flag("mlp_bias")
     if attention_bias != mlp_bias:
         raise ArchitectureError(
             f"{where}: attention_bias={attention_bias} with mlp_bias={mlp_bias} is not supported; "
             "Megatron-Core has biases in both or in neither"
         )
-    window = hf.get("sliding_window") if hf.get("use_sliding_window", hf["model_type"] == "mixtral") else None
-    if window is not None and window < hf.get("max_position_embeddings", 0):
+    slides = entries.flag("use_sliding_window", default=entries.family == "mixtral") and entries.has("sliding_window")
+    if not slides:
+        return
+    window, positions = (entries.count(key, MAX_POSITIONS) for key in ("sliding_window", "max_position_embeddings"))
+    if window < positions:
         raise ArchitectureError(
             f"{where}: sliding_window={window} is shorter than max_position_embeddings, which is not supported"
         )
+
+
+def _check_rope(entries: _Entries) -> None:
+    entries.number("rope_theta", 1e4, above=0.0, most=1e15)
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = entries.section(name)
+        if name == "rope_scaling" and entries.section("rope_parameters"):
+            continue  # the first counts
+        if not rope:
+            continue
+        kind = rope_type(entries.hf)
+        if kind not in ROPE_TYPES:
+            supported = ", ".join(ROPE_TYPES)
+            raise ArchitectureError(f"{entries.where}: rope type {_short(kind)} is not supported; supported: {supported}")
+        for key, value in rope.items():
+            if key in ROPE_NUMBERS and value is not None and not (_is_number(value) and 0 < value <= 1e15):
+                raise entries.wrong(f"{name}.{key}", "must be a number above 0")
+        for key in ROPE_NEEDS[kind]:
+            if rope.get(key) is None:
+                raise ArchitectureError(f"{entries.where}: {name}.{key} is missing, rope type {kind} needs it")

@@ -67,9 +67,9 @@ def _parser() -> argparse.ArgumentParser:
                "tell whether a config fits on its GPUs",
                "Memory of every kind of GPU, micro-batches, pipeline bubble and traffic, from CONFIG and the model's "
                "config.json alone; no GPU is needed. Exit code 1: it does not fit.")
-    plan.add_argument("--gpu-gib", metavar="N", type=_positive(float),
+    plan.add_argument("--gpu-gib", metavar="N", type=_positive(float, most=1e6),
                       help="memory of a GPU (default: 79.6, an H100)")
-    plan.add_argument("--trajectory-tokens", metavar="N", type=_positive(int),
+    plan.add_argument("--trajectory-tokens", metavar="N", type=_positive(int, most=1e12),
                       help="tokens of a trajectory (default: those of the longest model call)")
     plan.add_argument("--suggest", action="store_true", help="find the nearest config that fits")
     view = add("view", _view, "view runs/NAME", "write the report of a run or of a rollout file",
@@ -90,17 +90,17 @@ def _versions() -> str:
     return f"megastep {megastep.__version__}\n{', '.join(found)}"
 
 
-def _positive(kind: type) -> Callable[[str], float]:
-    """An argument's type: a finite number above 0."""
+def _positive(kind: type, most: float) -> Callable[[str], float]:
+    """An argument's type: a number above 0, not larger than any that makes sense."""
 
     def read(text: str) -> float:
         try:
             number = kind(text)
         except ValueError:
             number = math.nan
-        if not 0 < number < math.inf:
+        if not 0 < number <= most:
             sort = "whole" if kind is int else "finite"
-            raise argparse.ArgumentTypeError(f"{text}: a {sort} number above 0 is needed")
+            raise argparse.ArgumentTypeError(f"{text[:40]}: a {sort} number above 0 is needed, at most {most:g}")
         return number
 
     return read
@@ -144,9 +144,11 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from megastep.config import ConfigError, load
+    from megastep.model_folder import refuse_unreadable
 
     try:
         config = load(args.config, args.overrides, has_cuda=True)
+        refuse_unreadable(config)
     except ConfigError as error:
         return _refuse(error.problems)
 
@@ -196,6 +198,7 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
 
     from megastep.cluster import ClusterError
     from megastep.collect import OutputError
+    from megastep.model_folder import refuse_unreadable
     from megastep.policy.manifest import CheckpointError
     from megastep.rollout.data import DataError
     from megastep.rollout.env import EnvError, import_from
@@ -209,6 +212,7 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
 
     import_from(own_modules)
     try:
+        refuse_unreadable(config)
         run(config)
     except (ConfigError, DataError) as error:
         return _refuse(error.problems)

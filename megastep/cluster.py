@@ -32,7 +32,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megastep import stopping
-from megastep.config import Config
+from megastep.config import Config, wrong_address
 from megastep.lifetime import forks_end_with_us, send_output_to
 from megastep.ports import free_port
 from megastep.progress import waiting
@@ -132,6 +132,8 @@ class Cluster:
             )
 
     def _reserve(self) -> None:
+        if self._backend in ("nccl", "ipc") and not self.has_gpu:
+            raise ClusterError(f"sync.backend = {self._backend}: the cluster has no GPU; use shm, or auto")
         bundles = self._bundles()
         refuse_too_small(bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
         self._group = placement_group(bundles, strategy="PACK")
@@ -246,6 +248,9 @@ def start_ray(**given) -> None:
 
 def refuse_dead_address(address: str) -> None:
     """Ray itself would try for minutes."""
+    wrong = wrong_address(address)
+    if wrong is not None:
+        raise ClusterError(f"cluster.address or $RAY_ADDRESS = {address}: {wrong}")
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         return  # `auto` and the like: Ray knows where to look

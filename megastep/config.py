@@ -2,6 +2,7 @@
 
     defaults (the dataclasses below)  ←  base: other.yaml  ←  CONFIG.yaml  ←  key=value ...
 
+Relative paths in a file are relative to that file, those on the command line to the working directory (paths.py).
 `load()` reads all of them and `validate()` looks at the result; both collect every problem instead of
 stopping at the first, and each problem is one line: the key, the bad value, what would be right.
 Nothing derived is ever written back: what follows from the values is computed where it is needed.
@@ -9,24 +10,33 @@ Nothing derived is ever written back: what follows from the values is computed w
 
 import difflib
 import math
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+import os
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_origin
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megastep import bounds, paths
 from megastep.architecture import VOCAB_MULTIPLE, Architecture, ArchitectureError, read_architecture
+from megastep.yaml_file import YAMLFileError, parse, read_yaml
 
 REQUIRED = "???"  # OmegaConf's mark for "must be given"
 _ASYNC, _FIELD = "async", "asynchronous"  # the section, and its field: Python keeps the word for itself
+_MAX_BASES = 16
+_FROM_ENVIRONMENT = re.compile(r"\$\{env:[A-Za-z_][A-Za-z0-9_]*\}")  # allowed in env.options alone
 
 
 @dataclass
 class ModelConfig:
-    path: str = REQUIRED  # Hugging Face folder: config.json and, for init=hf, safetensors
+    path: str = REQUIRED  # Hugging Face folder: config.json and, for init=hf, safetensors; not a name on the hub
     init: str = "hf"  # hf: weights of `path`; random: fresh weights of that shape
 
 
@@ -74,7 +84,8 @@ class DataConfig:
 
 @dataclass
 class EnvConfig:
-    name: str = "chase"  # chase, guess, sql, search, skyrl, an entry point of megastep.envs, or module:Class
+    # chase, guess, sql, search, skyrl, an entry point of megastep.envs, or module:Class. `plan` and `replay` need none.
+    name: str | None = None
     options: dict[str, Any] = field(default_factory=dict)  # keywords of that environment
 
 
@@ -249,7 +260,7 @@ class CheckpointConfig:
 @dataclass
 class RunConfig:
     dir: str = "runs"
-    name: str | None = None  # default: the config's name and the time
+    name: str | None = None  # of its folder in run.dir; default: the config's name and the time
     resume: str = "auto"  # auto: continue what is in the run directory; never; or a checkpoint folder
     rollouts_every: int = 0  # steps between rollouts that are kept on disk, whole and with routing; 0: none
     report_prompts: int = 4  # prompts of the newest step whose trajectories are kept for the report; 0: none
@@ -335,16 +346,18 @@ def load(path: str | Path, overrides: list[str] = (), has_cuda: bool | None = No
     has_cuda: for a machine other than this one.
     """
     problems: list[str] = []
-    config = OmegaConf.structured(Config)
-    for source in _chain(Path(path)):
-        _apply(config, _leaves(_rename(_read_yaml(source))), f"{source}: ", problems)
-    _apply(config, _parse_overrides(overrides, problems), "", problems)
-    missing = sorted(OmegaConf.missing_keys(config))
+    values = _Values()
+    for source, tree in _chain(Path(path)):
+        for key, value in _leaves(_rename(tree)):
+            values.set(key, value, source, problems)
+    for key, value in _parse_overrides(overrides, problems):
+        values.set(key, value, None, problems)
+    missing = sorted(OmegaConf.missing_keys(values.typed))
     problems += [f"{key}: must be given" for key in missing]
     if not missing:
         # Also beside other problems: a refused value has left its default, everything else can be looked at.
-        result = OmegaConf.to_object(config)
-        problems += validate(result, has_cuda)
+        result = values.result()
+        problems += validate(result, has_cuda, values.model_as_written)
     if problems:
         raise ConfigError([problem.replace(f"{_FIELD}.", f"{_ASYNC}.") for problem in problems])
     return result
@@ -356,35 +369,31 @@ def folders(path: str | Path) -> list[Path]:
 
 
 def to_yaml(config: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(config)).replace(f"\n{_FIELD}:", f"\n{_ASYNC}:")
+    """As it reads back from any folder."""
+    tree = asdict(paths.absolute(config))
+    tree = {_ASYNC if name == _FIELD else name: section for name, section in tree.items()}
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 # ---------------------------------------------------------------- reading
 
 
-def _chain(path: Path, seen: tuple[Path, ...] = ()) -> list[Path]:
-    """The file and the files it is based on, base first."""
+def _chain(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
+    """The file and the files it is based on, base first, with what they hold."""
+    try:
+        tree = read_yaml(path)
+    except YAMLFileError as error:
+        raise ConfigError([f"{shown(str(path), 200)}: {error}"]) from None
     if path.resolve() in seen:
         raise ConfigError([f"{path}: base: leads back to the file itself"])
-    base = _read_yaml(path).get("base")
+    if len(seen) > _MAX_BASES:
+        raise ConfigError([f"{path}: base: a chain of more than {_MAX_BASES} files"])
+    base = tree.get("base")
     if base is None:
-        return [path]
-    return _chain(path.parent / str(base), (*seen, path.resolve())) + [path]
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError([f"{path}: not readable as YAML: {reason}"]) from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError([f"{path}: holds a {type(content).__name__}; `key: value` lines are needed"])
-    return content
+        return [(path, tree)]
+    if not isinstance(base, str) or not base.isprintable():
+        raise ConfigError([f"{path}: base = {shown(base)}: must be the path of another config"])
+    return _chain(path.parent / base, (*seen, path.resolve())) + [(path, tree)]
 
 
 def _rename(tree: dict[str, Any]) -> dict[str, Any]:
@@ -410,30 +419,122 @@ def _parse_overrides(overrides: list[str], problems: list[str]) -> list[tuple[st
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key:
-            problems.append(f"{text}: not of the form key=value, such as train.steps=10")
+            problems.append(f"{shown(text)}: not of the form key=value, such as train.steps=10")
             continue
+        section, dot, rest = key.partition(".")
+        key = f"{_FIELD}{dot}{rest}" if section == _ASYNC else key
         try:
-            section, dot, rest = key.partition(".")
-            key = f"{_FIELD}{dot}{rest}" if section == _ASYNC else key
-            result.append((key, yaml.safe_load(value)))
-        except yaml.YAMLError:
-            problems.append(f"{key} = {value}: not readable as a YAML value")
+            result.append((key, parse(value)))
+        except YAMLFileError as error:
+            problems.append(f"{shown(key)} = {shown(value)}: {error}")
     return result
 
 
-def _apply(config, leaves: list[tuple[str, Any]], source: str, problems: list[str]) -> None:
-    for key, value in leaves:
-        unknown = _unknown(key)
-        if unknown:
-            problems.append(source + unknown)
-            continue
+@cache
+def _schema() -> DictConfig:
+    return OmegaConf.structured(Config)
+
+
+class _Values:
+    """What files and overrides say, later ones over earlier ones, in the types of the schema."""
+
+    def __init__(self):
+        self.typed = deepcopy(_schema())
+        self.open: dict[str, dict[str, Any]] = {key: {} for key in _open_keys()}
+        self.model_as_written: Any = None
+
+    def set(self, key: str, value: Any, source: Path | None, problems: list[str]) -> None:
+        """`source`: the file that says so; None: the command line."""
+        problem = _unknown(key) or _interpolation(key, value)
+        if problem is None:
+            if key == "model.path":
+                self.model_as_written = value
+            value = paths.in_file(key, value, source.parent) if source else paths.on_command_line(key, value)
+            problem = self._set_open(key, value) if _open_key_of(key) else self._set_typed(key, value)
+        if problem is not None:
+            problems.append(f"{source}: {problem}" if source else problem)
+
+    def _set_typed(self, key: str, value: Any) -> str | None:
         try:
+            if isinstance(value, list) and any(isinstance(part, dict | list) for part in value):
+                raise TypeError  # OmegaConf would keep them
             # "1e-3" is a string to YAML 1.1; OmegaConf turns it into the field's type.
-            OmegaConf.update(config, key, value)
-        except OmegaConfBaseException:
-            problems.append(f"{source}{key} = {value!r}: wrong type, {_wanted(key)} is needed")
+            OmegaConf.update(self.typed, key, value)
+        except (OmegaConfBaseException, ArithmeticError, ValueError, TypeError):
+            return f"{key} = {_clipped(repr(value))}: wrong type, {_wanted(key)} is needed"
+        return None
+
+    def _set_open(self, key: str, value: Any) -> str | None:
+        """OmegaConf would read meanings into keys and strings of others."""
+        name = _open_key_of(key)
+        for part in reversed(key[len(name) + 1 :].split(".") if key != name else []):
+            if not part:
+                return f"{shown(key)}: not a key; {name}.NAME is needed"
+            value = {part: value}
+        if not isinstance(value, dict):
+            return f"{key} = {_clipped(repr(value))}: wrong type, {_wanted(name)} is needed"
+        for option, given in value.items():
+            if not isinstance(option, str):
+                return f"{name}: {shown(option)} is not a name; write it in quotes if it is meant to be one"
+            if not _is_plain(given):
+                return (f"{name}.{option} = {shown(given)}: must be text, a number, true, false, null, a list or a "
+                        "mapping; write other things in quotes")
+        self.open[name] = _merged(self.open[name], value)
+        return None
+
+    def result(self) -> Config:
+        result = OmegaConf.to_object(self.typed)
+        for name, options in self.open.items():
+            section, _, entry = name.rpartition(".")
+            setattr(value_of(result, section), entry, options)
+        return result
 
 
+def _merged(ours: dict, theirs: dict) -> dict:
+    both = {key: _merged(ours[key], theirs[key]) for key in theirs
+            if isinstance(ours.get(key), dict) and isinstance(theirs[key], dict)}
+    return ours | theirs | both
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, [*value.keys(), *value.values()]))
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every string in it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        for part in parts:
+            yield from _texts(part)
+
+
+def _interpolation(key: str, value: Any) -> str | None:
+    """`${...}` means something to OmegaConf and shells; here only `${env:NAME}` does, in env.options."""
+    in_options = _open_key_of(key) == paths.OPTIONS
+    for text in _texts(value):
+        if "${" not in text or (in_options and _FROM_ENVIRONMENT.fullmatch(text)):
+            continue
+        instead = "${env:NAME} alone takes a value from the environment" if in_options else "write the value itself"
+        return f"{key} = {shown(text)}: ${{...}} is not replaced here; {instead}"
+    return None
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """For a line: short, without control characters."""
+    return _clipped(value if isinstance(value, str) and value.isprintable() else repr(value), most)
+
+
+def _clipped(text: str, most: int = 80) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+@cache
 def _known() -> dict[str, Any]:
     """Every key of the schema, sections included, with its type."""
 
@@ -449,19 +550,26 @@ def _known() -> dict[str, Any]:
     return found
 
 
+@cache
 def _open_keys() -> list[str]:
     """Those that hold keys of somebody else's choice."""
     return [key for key, kind in _known().items() if get_origin(kind) is dict]
 
 
+def _open_key_of(key: str) -> str | None:
+    """The key of that kind that this one is, or belongs to."""
+    return next((name for name in _open_keys() if key == name or key.startswith(f"{name}.")), None)
+
+
 def _unknown(key: str) -> str | None:
     known = _known()
-    if any(key.startswith(f"{name}.") for name in _open_keys()):
+    if _open_key_of(key):
         return None
     if key in known and not is_dataclass(known[key]):
         return None
     if key in known:
         return f"{key}: is a section; give one of its keys: " + ", ".join(k for k in known if k.startswith(f"{key}."))
+    key = shown(key)
     leaves = [k for k, t in known.items() if not is_dataclass(t)]
     # The nearest key by spelling, else one of that name in another section.
     near = difflib.get_close_matches(key, leaves, n=1, cutoff=0.6) or [
@@ -479,14 +587,22 @@ def _wanted(key: str) -> str:
 # ---------------------------------------------------------------- validation
 
 
-def validate(config: Config, has_cuda: bool | None = None) -> list[str]:
-    """Every problem with the values, one line each; an empty list when there is none."""
+def validate(config: Config, has_cuda: bool | None = None, model_as_written: Any = None) -> list[str]:
+    """Every problem with the values, one line each; an empty list when there is none.
+
+    model_as_written: model.path before it was seen from the working directory.
+    """
     problems = _Problems(has_cuda)
+    for key, value, right in bounds.beyond(config):
+        problems.refuse(key, value, right)
+    _check_texts(config, problems)
     _check_values(config, problems)
+    _check_cluster(config, problems)
     try:
         arch = read_architecture(config.model.path)
     except ArchitectureError as error:
-        problems.lines.append(f"model.path: {error}")
+        if "model.path" not in problems.refused:
+            problems.lines.append(f"model.path: {error}{_how_to_fetch(config.model.path, model_as_written)}")
     else:
         _check_model(config, arch, problems)
         _check_engine(config.engine, arch, problems)
@@ -498,7 +614,13 @@ def validate(config: Config, has_cuda: bool | None = None) -> list[str]:
 class _Problems:
     def __init__(self, has_cuda: bool | None):
         self.lines: list[str] = []
+        self.refused: set[str] = set()  # keys whose value is none at all: other checks would mislead
+        self.of_this_machine = has_cuda is None
         self._has_cuda = has_cuda
+
+    def refuse(self, key: str, value: Any, right: str) -> None:
+        self.check(False, key, value, right)
+        self.refused.add(key)
 
     def need_cuda(self, key: str, value: Any, right: str) -> None:
         if self._has_cuda is None:
@@ -508,8 +630,16 @@ class _Problems:
         self.check(self._has_cuda, key, value, right)
 
     def check(self, ok: bool, key: str, value: Any, right: str) -> None:
-        if not ok:
-            self.lines.append(f"{key} = {value}: {right}")
+        if not ok and key not in self.refused:
+            self.lines.append(f"{key} = {shown(value)}: {right}")
+
+
+def _how_to_fetch(folder: str, as_written: Any) -> str:
+    name = as_written if isinstance(as_written, str) else folder
+    if os.path.isdir(folder) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        return ""
+    local = f"models/{name.rpartition('/')[2]}"
+    return f". If it is a name on the Hugging Face hub: `hf download {name} --local-dir {local}`, then model.path={local}"
 
 
 _CHOICES = {
@@ -531,9 +661,8 @@ _CHOICES = {
 }
 _AT_LEAST_ONE = (
     "policy.ranks", "policy.parallel.tensor", "policy.parallel.pipeline", "policy.parallel.virtual",
-    "policy.parallel.expert", "policy.parallel.expert_tensor_size", "policy.parallel.context",
+    "policy.parallel.expert", "policy.parallel.context",
     "engine.count", "engine.tensor", "engine.max_sequences", "engine.cpu_kv_gb", "sync.bucket_mb",
-    "cluster.object_store_mb",
     "policy.head_rows", "train.steps", "train.micro_batch_tokens", "checkpoint.keep", "filters.max_batches",
     "warm_start.epochs", "warm_start.batch",
     "data.generated_rows", "rollout.prompts", "rollout.samples", "rollout.max_turns", "rollout.concurrency",
@@ -542,7 +671,7 @@ _AT_LEAST_ONE = (
 )
 _ABOVE_ZERO = (
     "engine.start_timeout_s", "engine.request_timeout_s", "engine.health_every_s", "engine.health_timeout_s",
-    "cluster.cpus_per_process", "cluster.timeout_s",
+    "cluster.timeout_s", "optimizer.eps",
 )
 _NOT_NEGATIVE = (
     "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_grad",
@@ -553,6 +682,10 @@ _NOT_NEGATIVE = (
     "eval.temperature", "eval.top_k",
 )
 _FRACTIONS = ("optimizer.offload_fraction", "replay.min_agreement", "credit.discount")
+_RAY_STORE_MB = 75
+_LEAST_TEMPERATURE = 0.01
+_MAX_TEXT = 4096  # characters: a path may be as long
+_MAX_NAME = 200  # bytes: file systems take 255, and suffixes follow
 _RECOMPUTED = ("full", "core_attn", "mlp", "moe", "moe_act", "layernorm")
 
 
@@ -575,6 +708,8 @@ def _check_values(config: Config, problems: _Problems) -> None:
         problems.check(value_of(config, key) >= 0, key, value_of(config, key), "must not be negative")
     for key in _FRACTIONS:
         problems.check(0 <= value_of(config, key) <= 1, key, value_of(config, key), "must lie in 0 to 1")
+    inside = config.policy.parallel.expert_tensor
+    problems.check(inside is None or inside >= 1, "policy.parallel.expert_tensor", inside, "must be 1 or more")
     _check_recomputation(config.policy, problems)
     _check_offloading(config, problems)
     _check_loss(config.loss, problems)
@@ -586,15 +721,67 @@ def _check_values(config: Config, problems: _Problems) -> None:
         problems.check(config.optimizer.warmup_steps < max(config.optimizer_steps, 1), "optimizer.warmup_steps",
                        config.optimizer.warmup_steps, f"must be less than the {config.optimizer_steps} optimizer steps")
     problems.check(mini is None or mini >= 1, "train.mini_batch_prompts", mini, "must be 1 or more")
-    problems.check(config.optimizer.min_lr <= config.optimizer.lr, "optimizer.min_lr", config.optimizer.min_lr,
+    problems.check(not config.optimizer.min_lr > config.optimizer.lr, "optimizer.min_lr", config.optimizer.min_lr,
                    f"must not exceed optimizer.lr = {config.optimizer.lr}")
     _check_rollout(config, problems)
     problems.check(not config.run.tensorboard or find_spec("tensorboard") is not None, "run.tensorboard", True,
                    "needs the package tensorboard, and it is not installed: pip install tensorboard")
 
 
+def _check_texts(config: Config, problems: _Problems) -> None:
+    for key, kind in _known().items():
+        if is_dataclass(kind) or key in _open_keys():
+            continue
+        for text in _texts(value_of(config, key)):
+            if not text.isprintable() or len(text) > _MAX_TEXT:
+                problems.refuse(key, text, f"must be printable text of at most {_MAX_TEXT} characters")
+    for key in ("model.path", "run.dir"):
+        problems.check(value_of(config, key).strip() != "", key, repr(value_of(config, key)), "must not be empty")
+    name = config.run.name
+    if name is not None:
+        ok = name.strip() == name and name not in ("", ".", "..") and not set(name) & set("/\\")
+        problems.check(ok and len(name.encode(errors="replace")) <= _MAX_NAME, "run.name", repr(name), "must be the name of one folder, "
+                       f"without / or \\, not .. and of at most {_MAX_NAME} bytes; run.dir says where it is")
+
+
+def _check_cluster(config: Config, problems: _Problems) -> None:
+    cluster = config.cluster
+    wrong = cluster.address is not None and wrong_address(cluster.address)
+    problems.check(not wrong, "cluster.address", cluster.address, wrong)
+    problems.check(cluster.cpus_per_process >= 1e-4, "cluster.cpus_per_process", cluster.cpus_per_process,
+                   "must be more than 0, and Ray counts in steps of 0.0001")
+    problems.check(cluster.object_store_mb >= _RAY_STORE_MB, "cluster.object_store_mb", cluster.object_store_mb,
+                   f"must be {_RAY_STORE_MB} or more: Ray starts with no less")
+    if cluster.address or os.environ.get("RAY_ADDRESS"):
+        return  # what other machines have is not known here
+    if config.sync.backend in ("nccl", "ipc"):
+        problems.need_cuda("sync.backend", config.sync.backend, "there is no GPU here; use shm, or auto")
+    if problems.of_this_machine:
+        memory = bounds.machine_memory()
+        problems.check(cluster.object_store_mb << 20 <= memory, "cluster.object_store_mb", cluster.object_store_mb,
+                       f"this machine has {memory >> 20} MB of memory")
+        problems.check(config.engine.cpu_kv_gb << 30 <= memory, "engine.cpu_kv_gb", config.engine.cpu_kv_gb,
+                       f"this machine has {memory >> 30} GB of memory")
+
+
+def wrong_address(address: str) -> str | None:
+    """Of a Ray cluster: why `ray.init` would not take it."""
+    if address in ("auto", "local"):
+        return None
+    if "://" in address:
+        return "Ray's client and HTTP addresses are not supported; give HOST:PORT of the head, such as 10.0.0.7:6379"
+    host, _, port = address.rpartition(":")
+    if not re.fullmatch(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]", host) or not re.fullmatch(r"[0-9]{1,5}", port):
+        return "must be HOST:PORT of the head, such as 10.0.0.7:6379, or auto"
+    return None if 1 <= int(port) <= 65535 else "its port must be from 1 to 65535"
+
+
 def _check_rollout(config: Config, problems: _Problems) -> None:
     rollout = config.rollout
+    for key in ("rollout.temperature", "eval.temperature"):
+        temperature = value_of(config, key)
+        problems.check(temperature <= 0 or temperature >= _LEAST_TEMPERATURE, key, temperature,
+                       f"must be 0 (greedy), or {_LEAST_TEMPERATURE} or more: vLLM samples with no less")
     for key in ("rollout.top_p", "eval.top_p"):
         problems.check(0 < value_of(config, key) <= 1, key, value_of(config, key), "must lie in (0, 1]")
     problems.check(rollout.env_timeout_s > 0, "rollout.env_timeout_s", rollout.env_timeout_s, "must be more than 0")
@@ -640,7 +827,7 @@ def _check_loss(loss: LossConfig, problems: _Problems) -> None:
         problems.check(loss.clip_high >= 0, "loss.clip_high", loss.clip_high, "must not be negative")
     problems.check(loss.dual_clip == 0 or loss.dual_clip > 1, "loss.dual_clip", loss.dual_clip,
                    "must be more than 1, or 0 for none")
-    problems.check(loss.correction_low < loss.correction_high, "loss.correction_low", loss.correction_low,
+    problems.check(not loss.correction_low >= loss.correction_high, "loss.correction_low", loss.correction_low,
                    f"must be less than loss.correction_high = {loss.correction_high}")
     problems.check(loss.correction in ("auto", "none") or loss.old == "policy", "loss.correction", loss.correction,
                    "compares with the trainer's own logprobs; needs loss.old = policy")
@@ -774,5 +961,5 @@ def _check_layout(config: Config, problems: _Problems) -> None:
 
 
 def _divisors(n: int) -> str:
-    found = [d for d in range(1, n + 1) if n % d == 0 and d <= 64]
+    found = [d for d in range(1, min(n, 64) + 1) if n % d == 0]
     return ", ".join(map(str, found))

@@ -33,6 +33,8 @@ def test_an_address_without_ray_is_told_at_once():
     with pytest.raises(ClusterError, match=r"cluster.address = 127.0.0.1:1: no Ray there \(Connection refused\)"):
         refuse_dead_address("127.0.0.1:1")
     refuse_dead_address("auto")
+    with pytest.raises(ClusterError, match=r"\$RAY_ADDRESS = http://head:8265: Ray's client and HTTP addresses are not"):
+        refuse_dead_address("http://head:8265")
 
 
 @pytest.mark.parametrize("late", [2, 3])

@@ -1,6 +1,7 @@
 """D7: the configuration. Every mistake is one line that names the key, the value and what would be right."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import megastep
-from megastep import cli
+from megastep import cli, paths
 from megastep.config import Config, ConfigError, load, to_yaml, training_warnings
 from tests.bad_input import harness
 
@@ -43,7 +44,114 @@ def test_resolved_config_reads_back(tmp_path):
     config = load(LOCAL, ["train.steps=9", "policy.parallel.layers_per_stage=null", "async.max_staleness=0.5"])
     assert config.asynchronous.max_staleness == 0.5 and "\nasync:\n" in to_yaml(config)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert load(tmp_path / "config.yaml") == config
+    assert load(tmp_path / "config.yaml") == paths.absolute(config)
+
+
+# ---------------------------------------------------------------- paths
+
+
+@pytest.mark.parametrize("path", ["local", "sql", "search", "h100/qwen3-8b-apart"])
+def test_configs_are_found_from_anywhere(path, tmp_path, monkeypatch):
+    """Their models and data too: paths in a file are relative to it."""
+    config = Path(f"configs/{path}.yaml").resolve()
+    here = load(config, has_cuda=True)
+    monkeypatch.chdir(tmp_path)
+    there = load(config, has_cuda=True)
+    assert there == here and Path(there.model.path).is_dir()
+    assert load(os.path.relpath(config), has_cuda=True).model.path == os.path.relpath(here.model.path)
+
+
+def test_the_planner_works_from_anywhere(tmp_path, monkeypatch, capsys):
+    config = Path(LOCAL).resolve()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", str(config)]) == 0
+    assert f"{config.parent}/models/chase: qwen3_moe" in capsys.readouterr().out
+
+
+def test_paths_are_relative_to_the_file_that_names_them(tmp_path, monkeypatch):
+    """A base's to the base; those of the command line to the working directory; run.dir always to that one."""
+    above, below = tmp_path / "above", tmp_path / "above" / "below"
+    for folder in (below / "model", above / "set"):
+        folder.mkdir(parents=True)
+    (below / "model" / "config.json").write_text(TINY.read_text())
+    (below / "base.yaml").write_text(
+        "model: {path: model, init: random}\ndata: {train: rows.jsonl, eval: hf:../set:test}\n"
+        "env: {options: {databases: ../dbs, list: [./a, b, ..], name: x/y}}\n"
+    )
+    (above / "top.yaml").write_text("base: below/base.yaml\nrun: {resume: runs/a, dir: out}\n")
+    monkeypatch.chdir(tmp_path)
+    config = load("above/top.yaml")
+    assert config.model.path == "above/below/model"
+    assert (config.data.train, config.data.eval) == ("above/below/rows.jsonl", "hf:above/set:test")
+    assert config.env.options == {"databases": f"{above}/dbs", "list": [f"{below}/a", "b", ".."], "name": "x/y"}
+    assert (config.run.resume, config.run.dir) == ("above/runs/a", "out")
+    given = load("above/top.yaml", ["run.resume=auto", "data.train=x.parquet", "data.eval=hf:org/name",
+                                    "env.options.databases=./dbs", "env.options.name=z"])
+    assert (given.run.resume, given.data.train, given.data.eval) == ("auto", "x.parquet", "hf:org/name")
+    assert given.env.options["databases"] == f"{tmp_path}/dbs" and given.env.options["name"] == "z"
+
+
+def test_names_that_are_no_paths_stay(tmp_path):
+    (tmp_path / "top.yaml").write_text(
+        f"model: {{path: {TINY.parent.resolve()}, init: random}}\nrun: {{resume: never}}\n"
+        "data: {train: generated, eval: 'hf:org/name:test'}\n"
+    )
+    config = load(tmp_path / "top.yaml")
+    assert (config.model.path, config.run.resume) == (str(TINY.parent.resolve()), "never")
+    assert (config.data.train, config.data.eval) == ("generated", "hf:org/name:test")
+
+
+def test_a_link_in_a_path_is_followed_as_the_file_system_does(tmp_path):
+    (tmp_path / "far" / "configs").mkdir(parents=True)
+    (tmp_path / "far" / "model").mkdir()
+    (tmp_path / "far" / "model" / "config.json").write_text(TINY.read_text())
+    (tmp_path / "far" / "configs" / "top.yaml").write_text("model: {path: ../model, init: random}\n")
+    (tmp_path / "near").symlink_to("far/configs")
+    assert Path(load(tmp_path / "near" / "top.yaml").model.path).samefile(tmp_path / "far" / "model")
+
+
+def test_the_kept_config_reads_back_from_anywhere(tmp_path, monkeypatch):
+    """With what the command line gave relative to the working directory, and with what is no path as it was."""
+    config = load(LOCAL, ["data.train=rows.jsonl", "run.resume=runs/x/checkpoints/step_1", "run.name=a b",
+                          "env.options={key: '${env:KEY}', odd: '???', number: '1e-3', deep: {1: [null, true]}}"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    root = os.getcwd()
+    monkeypatch.chdir(tmp_path)
+    back = load("config.yaml")
+    assert back.model.path == f"{root}/configs/models/chase" and back.data.train == f"{root}/rows.jsonl"
+    assert back.run.resume == f"{root}/runs/x/checkpoints/step_1" and back.run.dir == "runs"
+    assert back.env.options == config.env.options == {
+        "key": "${env:KEY}", "odd": "???", "number": "1e-3", "deep": {1: [None, True]}}
+
+
+@pytest.mark.parametrize("given", ["file", "command line"])
+def test_a_name_on_the_hub_says_how_to_fetch_it(given, tmp_path):
+    path = tmp_path / "hub.yaml"
+    path.write_text("model: {path: Qwen/Qwen3-8B}\n" if given == "file" else "")
+    (line,) = problems(*[] if given == "file" else ["model.path=Qwen/Qwen3-8B"], config=path)
+    assert line.startswith(f"model.path: {tmp_path / 'Qwen/Qwen3-8B' if given == 'file' else 'Qwen/Qwen3-8B'}: no such")
+    assert line.endswith("`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`, then model.path=models/Qwen3-8B")
+    assert "hf download" not in problems("model.path=/models/Qwen3-8B")[0]
+
+
+@pytest.mark.parametrize("command", [["train"], ["eval"], ["rollout", "--out", "x.safetensors"]], ids=lambda c: c[0])
+def test_an_environment_must_be_named(command, tmp_path, capsys):
+    """A config with a model alone played chase on it."""
+    path = tmp_path / "model.yaml"
+    path.write_text(f"model: {{path: {Path('configs/models/bytes').resolve()}, init: random}}\n"
+                    f"run: {{dir: {tmp_path}}}\nengine: {{max_model_len: 512}}\n")
+    assert cli.main([command[0], str(path), *command[1:]]) == 2
+    names = "chase, guess, search, skyrl, sql"
+    assert capsys.readouterr().err == f"error: env.name: must be given; one of {names}, or module:Class\n"
+
+
+def test_a_plan_needs_a_model_alone(tmp_path, capsys):
+    path = tmp_path / "model.yaml"
+    path.write_text(f"model: {{path: {Path('configs/models/bytes').resolve()}}}\n")
+    assert cli.main(["plan", str(path)]) == 0 and "fits: " in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- values
 
 
 def test_the_correction_follows_from_staleness():
@@ -171,7 +279,34 @@ def test_options_of_others_may_have_any_name(tmp_path):
     assert config.env.options == {"databases": "here", "a": {"b": 1}, "query_timeout_s": 2}
     assert config.rollout.template == {"enable_thinking": False}
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert load(tmp_path / "config.yaml") == config
+    assert load(tmp_path / "config.yaml") == paths.absolute(config)
+
+
+def test_options_of_a_base_are_kept_beside_others(tmp_path):
+    (tmp_path / "base.yaml").write_text(f"base: {Path(LOCAL).resolve()}\nenv: {{options: {{a: {{b: 1, c: 2}}, d: [1]}}}}\n")
+    (tmp_path / "top.yaml").write_text("base: base.yaml\nenv: {options: {a: {c: 3}, d: [2]}}\n")
+    config = load(tmp_path / "top.yaml", ["env.options.a.e=4"])
+    assert config.env.options == {"a": {"b": 1, "c": 3, "e": 4}, "d": [2]}
+
+
+@pytest.mark.parametrize("override", [
+    "run.name=a.b-c_d e", "run.name='...'", "run.name=5", f"run.name={'x' * 200}", "cluster.address=auto",
+    "cluster.address=local", "cluster.address=head:6379", "cluster.address=10.0.0.7:6379",
+    "cluster.address='[::1]:6379'", "optimizer.eps=1e-15", "train.seed=2147483647", "rollout.temperature=0.01",
+    "cluster.cpus_per_process=0.0001", "cluster.object_store_mb=75", "sync.backend=shm", "optimizer.lr=1",
+])
+def test_unusual_values_are_accepted(override):
+    load("configs/chase.yaml", [override])
+
+
+def test_another_machine_may_have_more(monkeypatch):
+    """Memory and GPUs of this one are no matter where Ray runs elsewhere."""
+    elsewhere = ["cluster.address=head:6379", "sync.backend=nccl", "cluster.object_store_mb=16000000",
+                 "engine.cpu_kv_gb=60000"]
+    load("configs/chase.yaml", elsewhere)
+    assert len(problems(*elsewhere[1:], config="configs/chase.yaml")) == 3
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    load("configs/chase.yaml", elsewhere[1:])
 
 
 def test_colocated_engines_need_the_places_of_ranks():

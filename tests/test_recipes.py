@@ -35,7 +35,7 @@ def test_configs_of_a_page(page, tmp_path):
     for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
         wanted = yaml.safe_load(block)
         wanted["base"] = str((Path("configs") / wanted["base"]).resolve())
-        wanted["model"]["path"] = SHAPE
+        wanted["model"]["path"] = str(Path(SHAPE).resolve())
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(wanted))
         assert load(tmp_path / "config.yaml").policy.ranks == 8
 

@@ -48,23 +48,25 @@ class Param:
 
 def shares(config: Config, arch: Architecture) -> list[Share]:
     """By pipeline stage. Tensor and data-parallel ranks of a stage are alike, but for their part of the optimizer."""
-    policy = config.policy
-    world, per_stage = policy.ranks, policy.ranks // policy.parallel.pipeline
+    p = config.policy.parallel
+    # Data parallelism changes no shape: a world without it is imagined, however many ranks there are.
+    per_stage = math.lcm(p.tensor * p.context, p.expert * p.expert_tensor_size)
+    world = per_stage * p.pipeline
     return [_share(config, arch, rank, world) for rank in range(0, world, per_stage)]
 
 
 def _share(config: Config, arch: Architecture, rank: int, world: int) -> Share:
     layout = config.policy.parallel
     with parallel.imagined(layout, rank, world):
-        place = parallel.place()
         with torch.device("meta"):
             # Neither recomputing nor offloading activations changes what is held, and both may ask for a GPU.
             chunks = build_model(arch, replace(config.policy, recompute=[], offload_layers=0))
         chunk_params = [list(_params(chunk)) for chunk in chunks]
         virtual = range(layout.virtual)
         has_embedding, has_head = (any(map(has, virtual)) for has in (parallel.has_embedding, parallel.has_head))
-    expert_ranks = world // (place.pipeline_size * place.expert_size * place.expert_tensor_size)
-    dense_ranks = place.data_size * place.context_size
+    of_stage = config.policy.ranks // layout.pipeline
+    expert_ranks = of_stage // (layout.expert * layout.expert_tensor_size)
+    dense_ranks = of_stage // layout.tensor
     buffers = [(list(params), expert_ranks if is_expert else dense_ranks)
                for of_chunk in chunk_params
                for is_expert, params in groupby(sorted(of_chunk, key=lambda p: p.expert), key=lambda p: p.expert)]

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megastep.architecture import read_architecture
-from megastep.config import Config, EvalConfig, RolloutConfig
+from megastep.config import Config, ConfigError, EvalConfig, RolloutConfig
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import DataError, Prompt, PromptStream, load_data
-from megastep.rollout.env import Env, check_options, find_env
+from megastep.rollout.env import BUILT_IN, Env, check_options, find_env
 from megastep.rollout.generation import Generate, Sampling
 from megastep.rollout.pool import Pool
-from megastep.rollout.renderer import Renderer
+from megastep.rollout.renderer import Renderer, RenderError
 from megastep.types import Group
 
 
@@ -29,11 +29,14 @@ class Task:
 
     @classmethod
     def load(cls, config: Config) -> "Task":
-        """Raises EnvError, DataError or RenderError, of a line each, for what cannot be played."""
+        """Raises ConfigError, EnvError, DataError or RenderError, of a line each, for what cannot be played."""
+        if config.env.name is None:
+            raise ConfigError([f"env.name: must be given; one of {', '.join(sorted(BUILT_IN))}, or module:Class"])
         env = find_env(config.env.name)
         check_options(env, config.env.options)
         rows = load_data(config.data, env, config.train.seed)
         renderer = Renderer.for_model(config.model.path, config.rollout.mode, config.rollout.template)
+        refuse_small_vocabulary(renderer, config)
         return cls(config, env, renderer, *rows)
 
     def stream(self) -> PromptStream:
@@ -70,3 +73,12 @@ class Task:
         # Prompts of both are numbered from 0: the label keeps their seeds apart.
         agent = Agent(generate, self.renderer, limits, sampling, seed=f"{label}/{config.train.seed}")
         return Pool(agent, self.env, sampled.samples, rollout.concurrency, config.env.options, label)
+
+
+def refuse_small_vocabulary(renderer: Renderer, config: Config) -> None:
+    """A token without a row in the embedding fails in a rank or an engine, in the middle of a run."""
+    vocab = read_architecture(config.model.path).vocab
+    highest = max(renderer.tokenizer.get_vocab().values())
+    if highest >= vocab:
+        raise RenderError(f"model.path = {config.model.path}: its tokenizer has token ids up to {highest}, vocab_size in "
+                          f"config.json is {vocab}; the tokenizer is another model's")

@@ -1,6 +1,7 @@
 """X8: what the planner says, against what runs on CPU hold, against Megatron-LM's formula, and as people see it."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -258,7 +259,7 @@ def test_x8_the_command_says_fits_by_its_exit_code(tmp_path, capsys):
     assert "stage 1" in shown and "2 layers + embedding + head" in shown
     path = tmp_path / "big.yaml"
     path.write_text(yaml.safe_dump({
-        "model": {"path": "configs/models/qwen3-30b-a3b"}, "engine": {"max_model_len": 16384},
+        "model": {"path": str(Path("configs/models/qwen3-30b-a3b").resolve())}, "engine": {"max_model_len": 16384},
         "policy": {"ranks": 8, "precision": "bf16", "parallel": {"expert": 8}}, "train": {"micro_batch_tokens": 16384},
     }))
     code, shown = plan(str(path), "--suggest")

@@ -1,0 +1,85 @@
+"""Paths of a config: in a file they are relative to that file, on the command line to the working directory.
+
+    model.path, run.resume           folders
+    data.train, data.eval            FILE.jsonl, FILE.parquet, and hf:FOLDER where there is such a folder
+    env.options                      strings that begin with ./ or ../ ; what else is a path only the environment knows
+
+`run.dir` is where results go, and stays relative to the working directory.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+DATA_KEYS = ("data.train", "data.eval")
+RESUME_WORDS = ("auto", "never")
+DATA_FILES = (".jsonl", ".parquet")
+OPTIONS = "env.options"
+
+
+def in_file(key: str, value: Any, folder: Path) -> Any:
+    """The value of a key in a file of `folder`, as it is from the working directory."""
+    if _is_option(key):
+        return _in_options(value, folder)
+    if not isinstance(value, str) or value == "":
+        return value
+    if key in DATA_KEYS:
+        return _data_source(value, lambda path: _beside(folder, path))
+    if key == "model.path" or (key == "run.resume" and value not in RESUME_WORDS):
+        return _beside(folder, value)
+    return value
+
+
+def on_command_line(key: str, value: Any) -> Any:
+    return _in_options(value, Path()) if _is_option(key) else value
+
+
+def _is_option(key: str) -> bool:
+    return key == OPTIONS or key.startswith(f"{OPTIONS}.")
+
+
+def _in_options(value: Any, folder: Path) -> Any:
+    """Absolute, wherever it is in lists and mappings: what the run directory keeps must not depend on a folder."""
+    if isinstance(value, dict):
+        return {name: _in_options(part, folder) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_in_options(part, folder) for part in value]
+    if isinstance(value, str) and value.startswith(("./", "../")):
+        return os.path.abspath(_beside(folder, value))
+    return value
+
+
+def absolute(config: Any) -> Any:
+    """The config with absolute paths, to be read back from anywhere."""
+    resume = config.run.resume
+    data = {name: source and _data_source(source, _absolute)
+            for name, source in (("train", config.data.train), ("eval", config.data.eval))}
+    return replace(
+        config,
+        model=replace(config.model, path=_absolute(config.model.path)),
+        data=replace(config.data, **data),
+        run=replace(config.run, resume=resume if resume in RESUME_WORDS else _absolute(resume)),
+    )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute())
+
+
+def _data_source(source: str, move) -> str:
+    if source.startswith("hf:"):
+        place, colon, split = source.removeprefix("hf:").partition(":")
+        folder = move(place)
+        return f"hf:{folder}{colon}{split}" if os.path.isdir(folder) else source  # else a name on the hub
+    return move(source) if source.endswith(DATA_FILES) else source
+
+
+def _beside(folder: Path, path: str) -> str:
+    """`configs/../models/x` is shown as `models/x`, unless a symbolic link makes them two places."""
+    joined = os.path.join(folder, path)
+    short = os.path.normpath(joined)
+    try:
+        return short if os.path.realpath(short) == os.path.realpath(joined) else joined
+    except ValueError:  # a NUL: refused where values are checked
+        return path
