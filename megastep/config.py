@@ -365,7 +365,7 @@ def load(path: str | Path, overrides: list[str] = (), has_cuda: bool | None = No
 
 def folders(path: str | Path) -> list[Path]:
     """Those of a config and of the files it is based on, its own first."""
-    return list(dict.fromkeys(source.resolve().parent for source in reversed(_chain(Path(path)))))
+    return list(dict.fromkeys(source.resolve().parent for source, _ in reversed(_chain(Path(path)))))
 
 
 def to_yaml(config: Config) -> str:
