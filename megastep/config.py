@@ -28,6 +28,7 @@ from megastep import bounds, paths
 from megastep.architecture import VOCAB_MULTIPLE, Architecture, ArchitectureError, read_architecture
 from megastep.yaml_file import YAMLFileError, parse, read_yaml
 
+GPU_BACKENDS = ("nccl", "ipc")  # of sync.backend
 REQUIRED = "???"  # OmegaConf's mark for "must be given"
 _ASYNC, _FIELD = "async", "asynchronous"  # the section, and its field: Python keeps the word for itself
 _MAX_BASES = 16
@@ -754,7 +755,7 @@ def _check_cluster(config: Config, problems: _Problems) -> None:
                    f"must be {_RAY_STORE_MB} or more: Ray starts with no less")
     if cluster.address or os.environ.get("RAY_ADDRESS"):
         return  # what other machines have is not known here
-    if config.sync.backend in ("nccl", "ipc"):
+    if config.sync.backend in GPU_BACKENDS:
         problems.need_cuda("sync.backend", config.sync.backend, "there is no GPU here; use shm, or auto")
     if problems.of_this_machine:
         memory = bounds.machine_memory()

@@ -5,7 +5,8 @@ from pathlib import Path
 
 # A module may import from its own layer and those before it.
 LAYERS = [
-    ("architecture", "types", "config", "lifetime", "ports", "progress", "stopping"),
+    ("architecture", "bounds", "config", "lifetime", "model_folder", "paths", "ports", "progress", "stopping", "types",
+     "yaml_file"),
     ("samples",),
     ("rollout", "envs", "policy", "sync"),
     ("view",),
