@@ -242,7 +242,8 @@ class Loop:
         if wanted and len(played) >= settings.max_batches * prompts:
             raise RunError(
                 f"filters.max_batches = {settings.max_batches}: of {len(played)} prompts {len(kept)} had trajectories "
-                f"of different reward, {prompts} are needed; the task is too easy or too hard, or the limit too low"
+                f"of different reward and a token to train, {prompts} are needed; the task is too easy or too hard, or "
+                "the limit too low"
             )
         return wanted
 
@@ -316,11 +317,15 @@ def sift(groups: list[Group], config: Config) -> tuple[list[Group], list[filters
         filters.failed,
         filters.finite_rewards,
         lambda left: filters.over_long(left, settings.over_long),
+        filters.untrained if settings.dynamic_sampling else lambda left: (left, []),
         filters.zero_variance if settings.zero_variance or settings.dynamic_sampling else lambda left: (left, []),
     ):
         groups, gone = keep(groups)
         dropped += gone
-    return groups, dropped
+    counted: dict[tuple[int, int], filters.Dropped] = {}
+    for gone in dropped:  # a trajectory that was masked may have been dropped later
+        counted.setdefault((gone.group, gone.trajectory), gone)
+    return groups, list(counted.values())
 
 
 def _count(groups: list[Group]) -> int:

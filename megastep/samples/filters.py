@@ -3,6 +3,7 @@
     failed           a trajectory whose environment or engine failed    dropped: its reward does not judge the policy
     finite_rewards   a trajectory whose reward is NaN or infinite       dropped
     over_long        a trajectory that was cut off                      kept | masked | dropped
+    untrained        a prompt of which no token is trained              dropped where another is played in its place
     zero_variance    a prompt whose trajectories all earned the same    dropped: no estimator learns from it
 
 `filters.dynamic_sampling` plays others in the place of prompts that were dropped, until a batch is full (DAPO, Yu et
@@ -58,6 +59,17 @@ def over_long(groups: list[Group], policy: str) -> tuple[list[Group], list[Dropp
         return kept, dropped
     masked = [replace(g, trajectories=[_mask(t) if _cut_off(t) else t for t in g.trajectories]) for g in groups]
     return masked, [replace(d, reason=d.reason + ", masked") for d in dropped]
+
+
+def untrained(groups: list[Group]) -> tuple[list[Group], list[Dropped]]:
+    """A prompt whose trajectories are all masked trains nothing, and cannot count as one of a full batch."""
+    kept, dropped = [], []
+    for group in groups:
+        if any(step.loss_mask.any() for t in group.trajectories for step in t.steps):
+            kept.append(group)
+        else:
+            dropped += [Dropped(group.id, t.index, "no token of the prompt is trained") for t in group.trajectories]
+    return kept, dropped
 
 
 def zero_variance(groups: list[Group]) -> tuple[list[Group], list[Dropped]]:
