@@ -49,7 +49,7 @@ class Learner:
         for _ in range(settings.epochs):
             shuffled = [demonstrations[i] for i in random.permutation(len(demonstrations))]
             for batch in mini_batches(shuffled, settings.batch):
-                loss = self._learn([batch], "token")["train/loss"]
+                loss = self._learn([batch], "token").get("train/loss", loss)  # none where nothing is trained
                 on_step(loss)
         self.begin()
         return {"warm_start/loss": loss}

@@ -376,7 +376,10 @@ def sift(groups: list[Group], config: Config) -> tuple[list[Group], list[filters
     ):
         groups, gone = keep(groups)
         dropped += gone
-    return groups, dropped
+    counted: dict[tuple[int, int], filters.Dropped] = {}
+    for gone in dropped:  # a trajectory that was masked may have been dropped later
+        counted.setdefault((gone.group, gone.trajectory), gone)
+    return groups, list(counted.values())
 
 
 def drop_degenerate(groups: list[Group], config: Config) -> tuple[list[Group], list[filters.Dropped]]:

@@ -411,6 +411,67 @@ def empty_update(folder, layout: dict) -> dict:
     }
 
 
+class LocalPolicy:
+    """What a Learner asks of a cluster's policy, answered by this rank's worker."""
+
+    def __init__(self, worker: PolicyWorker):
+        self.worker = worker
+
+    def call(self, method: str, *arguments) -> list:
+        return [getattr(self.worker, method)(*arguments)]
+
+    def scatter(self, method: str, by_data_rank: list) -> list:
+        return self.call(method, by_data_rank[parallel.place().data])
+
+
+def learn_with_masked(folder, masked: list[list[int]]) -> list[tuple[dict, bool]]:
+    """Batches of two prompts, each a mini-batch, whose `masked` ones were cut off: metrics, and whether weights moved."""
+    from megastep.learner import Learner  # brings Ray, which ranks of other tests do not need
+    from megastep.train import sift
+
+    worker = make_worker(folder, {}, {"loss.kind": "reinforce", "filters.over_long": "mask", "rollout.prompts": 2,
+                                      "train.mini_batch_prompts": 1})
+    learner = Learner(worker.config, LocalPolicy(worker))
+    found = []
+    for ids in masked:
+        groups = update_rollouts.make_groups(replay=False)
+        for trajectory in [t for group in groups for t in group.trajectories if group.id in ids]:
+            trajectory.steps[-1].finish = "length"
+        before, _ = _weights_and_adam(worker)
+        metrics = learner.learn(sift(groups, worker.config)[0])
+        found.append((metrics, not all(map(torch.equal, before, worker._parameters()))))
+    return found
+
+
+def fresh_then_trained(folder, layout: dict, root, groups) -> tuple[dict, dict]:
+    """Logprobs of fresh weights, and after the updates that are behind a checkpoint."""
+    worker = make_worker(folder, layout, FRESH_WITH_REFERENCE)
+    batches = batches_of(worker, groups)
+    fresh = by_step(batches, worker.logprobs(batches))
+    for _ in range(2):
+        worker.learn([batches])
+    worker.save(root / "checkpoints", LoopState(2))
+    return fresh, by_step(batches, worker.logprobs(batches))
+
+
+def resumed_reference(folder, layout: dict, root, groups) -> tuple[dict, dict]:
+    """Logprobs of the reference and of the policy, in a run that goes on from that checkpoint."""
+    from megastep.learner import Learner
+    from megastep.rundir import Run
+    from megastep.train import load_policy
+
+    worker = make_worker(folder, layout, FRESH_WITH_REFERENCE)
+    run = Run(root, root / "checkpoints" / "step_2", LoopState(2))
+    load_policy(run, Learner(worker.config, LocalPolicy(worker)))
+    batches = batches_of(worker, groups)
+    worker.remember_reference(batches)
+    with_head = [b for b in batches if b.trie.loss.ref_logprob is not None]
+    return by_step(with_head, [b.trie.loss.ref_logprob for b in with_head]), by_step(batches, worker.logprobs(batches))
+
+
+FRESH_WITH_REFERENCE = {"model.init": "random", "loss.kl": 0.1, "loss.kind": "reinforce", "optimizer.lr": 1e-2}
+
+
 def _weights_and_adam(worker) -> tuple[list, list]:
     states = [s for part in worker.optimizer.chained_optimizers for s in part.optimizer.state.values()]
     adam = [value.clone() for state in states for value in state.values()]

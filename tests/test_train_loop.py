@@ -31,6 +31,15 @@ class Versioned(Episodes):
         return trajectory
 
 
+class CutOff(Versioned):
+    """Every trajectory of an even prompt is cut off."""
+
+    async def play(self, prompt, index):
+        trajectory = await super().play(prompt, index)
+        trajectory.steps[0].finish = "stop" if prompt.id % 2 else "length"
+        return trajectory
+
+
 class Policy(SimpleNamespace):
     def call(self, method: str, *_) -> None:
         self.calls.append(method)
@@ -62,6 +71,18 @@ def test_s15_what_is_too_old_is_not_trained_on_whatever_the_schedule_was(version
         groups, metrics = loop.collect()
     assert len(groups) == kept and metrics["rollout/trajectories"] == 4 * episodes.samples
     assert metrics["filter/dropped"] == (4 - kept) * episodes.samples
+
+
+@pytest.mark.parametrize("sampling, kept, played", [(True, [1, 3, 5, 7], 8), (False, [0, 1, 2, 3], 4)])
+def test_a10_a_group_without_a_trained_token_does_not_fill_a_batch(sampling, kept, played, tmp_path):
+    """Rewards differ in every group. A group that trains nothing is replaced by dynamic sampling; without it, it stays
+    in its mini-batch. A trajectory that is both masked and dropped counts once."""
+    loop = make_loop(tmp_path, CutOff(), "filters.over_long=mask", f"filters.dynamic_sampling={sampling}")
+    loop.step = 1
+    with loop.stream:
+        groups, metrics = loop.collect()
+    assert [group.id for group in groups] == kept and metrics["rollout/prompts"] == played
+    assert metrics["filter/dropped"] == played // 2 * CutOff.samples and metrics["filter/dropped_share"] == 0.5
 
 
 def test_s15_groups_that_are_given_up_are_counted(tmp_path):

@@ -94,6 +94,27 @@ def test_a10_a_mini_batch_without_a_trained_token_makes_no_step(ranks, models):
                 assert metrics["train/lr"] == pytest.approx(lr)
 
 
+def test_a10_mini_batches_that_are_masked_altogether_are_counted(ranks, models):
+    """With filters.over_long=mask: two mini-batches, of which both, none and one train."""
+    folder, _ = models("llama")
+    results = ranks(1).run(cases.learn_with_masked, folder=folder, masked=[[], [0, 1], [0]])[0]
+    counted = [(m["train/empty_mini_batches"], m["train/optimizer_steps"], moved) for m, moved in results]
+    assert counted == [(0, 2, True), (2, 0, False), (1, 1, True)]
+    assert [("train/loss" in m, "train/skipped" in m) for m, _ in results] == [(True, True), (False, False), (True, True)]
+
+
+@pytest.mark.parametrize("world, layout", [(2, dict(expert=2)), (2, dict(tensor=2)), (4, dict(pipeline=2, expert=2))])
+def test_a6_a_resumed_run_has_the_reference_it_began_with(world, layout, ranks, models, tmp_path):
+    """Fresh weights are not in the checkpoint: they are drawn again, under another layout, and are the same."""
+    folder, _ = models(MODEL)
+    groups = make_groups(replay=False, prompts=1)
+    fresh, trained = ranks(1).run(cases.fresh_then_trained, folder=folder, layout={}, root=tmp_path, groups=groups)[0]
+    found = ranks(world).run(cases.resumed_reference, folder=folder, layout=layout, root=tmp_path, groups=groups)
+    assert_same(merged(reference for reference, _ in found), fresh)
+    assert_same(merged(policy for _, policy in found), trained)
+    assert max(np.abs(trained[k] - v).max() for k, v in fresh.items()) > 1e-2
+
+
 @pytest.mark.parametrize("layout", [dict(pipeline=2), dict(expert=2)])
 @pytest.mark.parametrize("settings", [
     {"optimizer.lr": math.inf},
