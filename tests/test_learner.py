@@ -137,7 +137,8 @@ class Recorder:
         assert method == "learn"
         (mini_batches,) = by_data_rank
         self.batches.append([sorted({int(g) for m in batch for g in m.trie.loss.group}) for batch in mini_batches])
-        return [[Update({"train/loss": float(len(self.batches))}) for _ in mini_batches]]
+        metrics = {"train/loss": float(len(self.batches)), "train/empty_mini_batches": 0.0}
+        return [[Update(metrics) for _ in mini_batches]]
 
 
 def test_a_warm_start_is_as_long_as_the_config_says(models):
