@@ -8,6 +8,7 @@ import torch
 from megastep.learner import Learner
 from megastep.policy.worker import Update
 from megastep.samples.metrics import over_mini_batches
+from megastep.view.meanings import meaning_of
 from tests import cases
 from tests.plain_loop import PlainLearner, Sequence, conflicting_groups
 from tests.policy.updates import steps_of
@@ -70,6 +71,7 @@ def check(folder, ranks, settings: dict) -> None:
         for key, value in over_mini_batches([update["metrics"] for update in expected]).items():
             assert learned[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
         assert learned["train/optimizer_steps"] == 2
+        assert all(meaning_of(key) for key in learned)
 
 
 def compare(mine: dict, theirs: dict) -> None:
@@ -137,7 +139,8 @@ class Recorder:
         assert method == "learn"
         (mini_batches,) = by_data_rank
         self.batches.append([sorted({int(g) for m in batch for g in m.trie.loss.group}) for batch in mini_batches])
-        return [[Update({"train/loss": float(len(self.batches))}) for _ in mini_batches]]
+        metrics = {"train/loss": float(len(self.batches)), "train/empty_mini_batches": 0.0}
+        return [[Update(metrics) for _ in mini_batches]]
 
 
 def test_a_warm_start_is_as_long_as_the_config_says(models):
