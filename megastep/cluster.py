@@ -32,7 +32,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megastep import stopping
-from megastep.config import Config, wrong_address
+from megastep.config import GPU_BACKENDS, Config, wrong_address
 from megastep.lifetime import forks_end_with_us, send_output_to
 from megastep.ports import free_port
 from megastep.progress import waiting
