@@ -192,7 +192,8 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
     except (ConfigError, DataError) as error:
         return _refuse(error.problems)
     except (CheckpointError, ConvertError, EnvError, OutputError, RenderError, StoreError) as error:
-        return _refuse([str(error)])
+        cause = error.cause if isinstance(error, RayTaskError) else error  # a rank's own words, without its traceback
+        return _refuse([str(cause)])
     except (ClusterError, EngineError, RolloutFailed, RolloutError, RunError) as error:
         return _fail(str(error))
     except OutOfMemoryError as error:

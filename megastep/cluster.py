@@ -34,6 +34,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megastep import stopping
 from megastep.config import Config
 from megastep.lifetime import forks_end_with_us, send_output_to
+from megastep.policy.manifest import CheckpointError
 from megastep.ports import free_port
 from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
@@ -362,7 +363,7 @@ class Policy:
         try:
             return ray.get(calls)
         except RayTaskError as error:
-            if not isinstance(error.cause, TrainingError):
+            if not isinstance(error.cause, (CheckpointError, TrainingError)):
                 raise_death(calls)
             raise
 

@@ -19,7 +19,10 @@ from pathlib import Path
 from megastep.architecture import read_architecture
 from megastep.config import Config, to_yaml
 from megastep.policy.loop_state import LoopState
-from megastep.policy.manifest import CheckpointError, latest, read_manifest, refuse_other_model
+from megastep.policy.manifest import (
+    CheckpointError, latest, read_manifest, read_object, refuse_other_model, refuse_other_types,
+)
+from megastep.policy.unpickle import refuse_code
 from megastep.sync.convert import refuse_other_shape, rows_of
 from megastep.sync.hf_files import HFReader
 
@@ -51,6 +54,7 @@ class Run:
         reference = run.reference() if config.loss.kl > 0 and state.step > 0 else None
         if reference is not None:
             read_manifest(reference)  # refuses one that is gone
+            refuse_code(reference)
         return run
 
     def create(self, config: Config) -> None:
@@ -112,7 +116,9 @@ class Origin:
     def read(cls, folder: Path) -> "Origin | None":
         if not (folder / _ORIGIN).is_file():
             return None
-        return cls(**{name: path and Path(path) for name, path in json.loads((folder / _ORIGIN).read_text()).items()})
+        paths = read_object(folder / _ORIGIN)
+        refuse_other_types(folder / _ORIGIN, paths, {"checkpoint": str, "reference": (str, type(None))})
+        return cls(Path(paths["checkpoint"]), paths["reference"] and Path(paths["reference"]))
 
 
 def _run_of(checkpoint: Path) -> Path:
@@ -138,6 +144,7 @@ def where_to_resume(config: Config, folder: Path, resume: str) -> Path | None:
     if found is not None:
         ours = read_architecture(config.model.path).hf
         refuse_other_model(found, read_manifest(found)["model"], ours)
+        refuse_code(found)
     return found
 
 
