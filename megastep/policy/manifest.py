@@ -102,9 +102,10 @@ def _check_types(folder: Path, manifest: dict) -> None:
     refuse_other_types(path, {"optimizer_steps": 0, **manifest}, {"optimizer_steps": int})
     for name, file in manifest["files"].items():
         inside = name and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
-        if not inside or type(file) is not dict:
+        if not inside:
             raise CheckpointError(f"{path}: files: {name!r:.80} is no file of a checkpoint")
-        refuse_other_types(path, file, {"bytes": int, "sha256": str})
+        if type(file) is not dict or type(file.get("bytes")) is not int or type(file.get("sha256")) is not str:
+            raise CheckpointError(f"{path}: files: {name!r:.80} needs a number of bytes and a sha256")
 
 
 def refuse_other_types(path: Path, found: dict, wanted: dict[str, type | tuple[type, ...]]) -> None:
