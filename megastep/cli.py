@@ -14,8 +14,15 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from megastep import stopping
+
 
 def main(argv: list[str] | None = None) -> int:
+    with stopping.listening():
+        return _main(argv)
+
+
+def _main(argv: list[str] | None) -> int:
     parser = _parser()
     # argparse takes positional arguments in one place only; key=value may also follow an option.
     args, more = parser.parse_known_args(argv)
@@ -93,7 +100,7 @@ def _train(args: argparse.Namespace) -> int:
 
         train(config, Path(args.config).stem)
 
-    return _run(args, run, "; the same command with the same run.name goes on from the last checkpoint")
+    return _run(args, run)
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -161,12 +168,10 @@ def _setting(key: str, value: object) -> str:
     return f"{key}={'null' if value is None else value}"
 
 
-def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> int:
+def _run(args: argparse.Namespace, run: Callable) -> int:
     """`run` the config, or tell what is wrong: one line for what users can put right, a traceback for all else."""
-    from megastep import stopping
     from megastep.config import ConfigError, load
 
-    stopping.listen()
     try:
         config = load(args.config, args.overrides)
     except ConfigError as error:
@@ -182,7 +187,7 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
     from megastep.rollout.fleet import EngineError
     from megastep.rollout.pool import RolloutFailed
     from megastep.rollout.renderer import RenderError
-    from megastep.rundir import RunError
+    from megastep.rundir import RunDirError, RunError
     from megastep.samples.store import StoreError
     from megastep.sync.convert import ConvertError
     from megastep.types import RolloutError, TrainingError
@@ -191,7 +196,7 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
         run(config)
     except (ConfigError, DataError) as error:
         return _refuse(error.problems)
-    except (CheckpointError, ConvertError, EnvError, OutputError, RenderError, StoreError) as error:
+    except (CheckpointError, ConvertError, EnvError, OutputError, RenderError, RunDirError, StoreError) as error:
         cause = error.cause if isinstance(error, RayTaskError) else error  # a rank's own words, without its traceback
         return _refuse([str(cause)])
     except (ClusterError, EngineError, RolloutFailed, RolloutError, RunError) as error:
@@ -201,11 +206,11 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
     except RayActorError:
         return _fail("a rank of the policy died; what it said is in the run's log.txt")
     except stopping.Stopped as stop:
-        print(f"\n{stop}{if_interrupted}", file=sys.stderr)
+        print(f"\n{stop}{stopping.advice()}", file=sys.stderr)
         return stopping.EXIT_CODE
     except KeyboardInterrupt:
-        print(f"\ninterrupted{if_interrupted}", file=sys.stderr)
-        return 130
+        print(f"\ninterrupted{stopping.advice()}", file=sys.stderr)
+        return stopping.INTERRUPTED
     except Exception as error:
         cause = error.cause if isinstance(error, RayTaskError) else error
         reason = str(cause) if isinstance(cause, TrainingError) else _trouble_with_files(cause, config.run.dir)

@@ -8,13 +8,18 @@
               checkpoints/step_N/
               rollouts/step_N.safetensors     with run.rollouts_every
               wandb/
+              lock            held by the process that writes here; it ends with that process, however that ends
 """
 
+import fcntl
 import json
 import os
+import socket
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from megastep.architecture import read_architecture
 from megastep.config import Config, to_yaml
@@ -26,11 +31,15 @@ from megastep.policy.unpickle import refuse_code
 from megastep.sync.convert import refuse_other_shape, rows_of
 from megastep.sync.hf_files import HFReader
 
-_ORIGIN = "origin.json"
+_ORIGIN, _LOCK = "origin.json", "lock"
 
 
 class RunError(RuntimeError):
     """A run that cannot go on; the message says why, in one line."""
+
+
+class RunDirError(ValueError):
+    """A run directory that cannot be used; the message says why, in one line."""
 
 
 @dataclass
@@ -38,6 +47,7 @@ class Run:
     folder: Path
     checkpoint: Path | None  # to go on from; None: a new run
     state: LoopState
+    newest: Path | None = None  # checkpoint in the folder when it was looked at
 
     @classmethod
     def find(cls, config: Config, name: str) -> "Run":
@@ -50,7 +60,7 @@ class Run:
             refuse_unfit_weights(config)
         state = LoopState.read(checkpoint) if checkpoint else LoopState(step=0)
         refuse_newer(folder, state.step)
-        run = cls(folder, checkpoint, state)
+        run = cls(folder, checkpoint, state, latest(folder / "checkpoints"))
         reference = run.reference() if config.loss.kl > 0 and state.step > 0 else None
         if reference is not None:
             read_manifest(reference)  # refuses one that is gone
@@ -58,15 +68,25 @@ class Run:
         return run
 
     def create(self, config: Config) -> None:
+        """Make the run directory this process's own. Nobody else may have gone on with it since `find`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = lock(self.folder)
+            if latest(self.checkpoints) != self.newest:
+                raise RunDirError(f"{self.folder}: another process has just written to it; start again")
             (self.folder / "config.yaml").write_text(to_yaml(config))
             if self.comes_from_another:
                 Origin(self.checkpoint, self.reference()).write(self.folder)
             elif self.checkpoint is None:
                 (self.folder / _ORIGIN).unlink(missing_ok=True)
         except OSError as error:
-            raise RunError(f"{self.folder}: cannot be written ({error.strerror})") from None
+            raise RunDirError(f"{self.folder}: cannot be written ({error.strerror})") from None
+
+    def how_to_go_on(self) -> str:
+        saved = latest(self.checkpoints) or latest(self.start)
+        if saved is None:
+            return "no checkpoint was written yet"
+        return f"the same command with run.name={self.folder.name} goes on from the last checkpoint, {saved}"
 
     @property
     def last_row(self) -> int:
@@ -119,6 +139,26 @@ class Origin:
         paths = read_object(folder / _ORIGIN)
         refuse_other_types(folder / _ORIGIN, paths, {"checkpoint": str, "reference": (str, type(None))})
         return cls(Path(paths["checkpoint"]), paths["reference"] and Path(paths["reference"]))
+
+
+def lock(folder: Path) -> IO[str]:
+    """Hold the folder for as long as the file is open. The kernel lets go of it when the process ends, by kill -9 too.
+
+    Children do not inherit it: Python's files close when another program is executed, and after a fork this one does.
+    """
+    file = (folder / _LOCK).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read(200).strip() or "another process"
+        raise RunDirError(f"{folder}: in use by {holder}; wait for it to end, stop it, or give another run.name") from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    held = weakref.ref(file)
+    os.register_at_fork(after_in_child=lambda: held() and held().close())
+    return file
 
 
 def _run_of(checkpoint: Path) -> Path:

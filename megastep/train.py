@@ -55,6 +55,7 @@ def train(config: Config, name: str) -> Path:
         return run.folder
     demonstrations = [] if run.checkpoint else task.demonstrations()
     run.create(config)
+    stopping.advise(run.how_to_go_on)
     print(f"{run.folder}: " + (f"continues after step {run.state.step}" if run.checkpoint else "a new run"))
     print(f"starting {config.policy.ranks} rank(s) and {config.engine.count} engine(s); what they say is in {run.log}")
     with MetricsLog(run.folder, run.last_row, config.run.wandb, asdict(config), config.run.tensorboard) as log:

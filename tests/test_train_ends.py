@@ -113,7 +113,7 @@ def test_s4_mistakes_are_a_line_each_before_anything_starts(override, message, t
 
 def test_a_run_directory_that_cannot_be_written(capsys, tmp_path):
     (tmp_path / "file").write_text("")
-    assert cli.main(["train", LOCAL, f"run.dir={tmp_path}/file", "warm_start.trajectories=0"]) == 1
+    assert cli.main(["train", LOCAL, f"run.dir={tmp_path}/file", "warm_start.trajectories=0"]) == 2
     assert f"error: {tmp_path}/file/local-" in capsys.readouterr().err
 
 
