@@ -124,7 +124,7 @@ class Cluster:
             with stopping.postponed(), signals_left_alone():
                 ray.init(address=address, **quiet)
             return
-        # Ray's sockets live in this folder, and their paths must be short.
+        # Ray's sockets live below this folder, and their paths must be short. Ray lets everybody write to its own.
         folder = tempfile.mkdtemp(prefix="megastep-", dir="/tmp")
         self._exits.callback(shutil.rmtree, folder, ignore_errors=True)
         self._exits.enter_context(on_this_machine_alone(folder))
@@ -134,7 +134,7 @@ class Cluster:
                 num_cpus=len(os.sched_getaffinity(0)),
                 object_store_memory=settings.object_store_mb << 20,
                 include_dashboard=False,
-                _temp_dir=folder,
+                _temp_dir=f"{folder}/r",
                 _node_ip_address=LOOPBACK,
                 **quiet,
             )

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megastep.cluster import Cluster
-from megastep.config import Config, to_yaml
+from megastep.config import Config
 from megastep.rollout.data import Prompt
 from megastep.rollout.generation import Generate
 from megastep.policy.manifest import CheckpointError
 from megastep.progress import progress
 from megastep.rollout.pool import Pool, refuse_all_failed
 from megastep.rollout.task import Task
-from megastep.rundir import refuse_unfit_weights, where_to_resume
+from megastep.rundir import refuse_unfit_weights, where_to_resume, write_config
 from megastep.samples import store
 from megastep.samples.metrics import evaluation_metrics, rollout_metrics, succeeded
 from megastep.types import Group, Trajectory
@@ -51,7 +51,7 @@ def evaluate(config: Config, name: str) -> dict[str, float]:
     prompts = task.eval_prompts()
     folder = Path(config.run.dir) / f"{config.run.name or name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(to_yaml(config))
+    write_config(folder, config)
     groups, speed = _play(config, checkpoint, task.eval_pool, prompts, folder / "log.txt")
     store.write(folder / "rollouts.safetensors", groups)
     metrics = evaluation_metrics(groups)

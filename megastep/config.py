@@ -9,7 +9,8 @@ Nothing derived is ever written back: what follows from the values is computed w
 
 import difflib
 import math
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+import re
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_origin
@@ -18,6 +19,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megastep import secrets
 from megastep.architecture import VOCAB_MULTIPLE, Architecture, ArchitectureError, read_architecture
 
 REQUIRED = "???"  # OmegaConf's mark for "must be given"
@@ -75,7 +77,8 @@ class DataConfig:
 @dataclass
 class EnvConfig:
     name: str = "chase"  # chase, guess, sql, search, skyrl, an entry point of megastep.envs, or module:Class
-    options: dict[str, Any] = field(default_factory=dict)  # keywords of that environment
+    # Keywords of that environment. ${env:NAME}: an environment variable, read when it is used and written nowhere.
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -243,7 +246,10 @@ class RunConfig:
     name: str | None = None  # default: the config's name and the time
     resume: str = "auto"  # auto: continue what is in the run directory; never; or a checkpoint folder
     rollouts_every: int = 0  # steps between rollouts that are kept on disk; 0: none
-    wandb: str = "auto"  # auto: online with a key, else offline; online; offline; disabled
+    wandb: str = "offline"  # offline: files in the run directory; online: uploaded; disabled
+    wandb_project: str = "megastep"
+    wandb_entity: str | None = None  # user or team; default: that of the key
+    wandb_id: str | None = None  # of the run there; default: a new one, kept in the run directory for going on
     tensorboard: bool = False  # event files into the run directory; needs the package tensorboard
 
 
@@ -338,7 +344,9 @@ def load(path: str | Path, overrides: list[str] = (), has_cuda: bool | None = No
 
 
 def to_yaml(config: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(config)).replace(f"\n{_FIELD}:", f"\n{_ASYNC}:")
+    """As it may be written to a file: without secrets."""
+    tree = {_ASYNC if key == _FIELD else key: value for key, value in secrets.redacted(asdict(config)).items()}
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 # ---------------------------------------------------------------- reading
@@ -411,7 +419,7 @@ def _apply(config, leaves: list[tuple[str, Any]], source: str, problems: list[st
             continue
         try:
             # "1e-3" is a string to YAML 1.1; OmegaConf turns it into the field's type.
-            OmegaConf.update(config, key, value)
+            OmegaConf.update(config, key, secrets.escaped(key, value))
         except OmegaConfBaseException:
             problems.append(f"{source}{key} = {value!r}: wrong type, {_wanted(key)} is needed")
 
@@ -509,7 +517,7 @@ _CHOICES = {
     "loss.correction": ("auto", "none", "truncate", "mask"),
     "asynchronous.on_stale": ("wait", "drop"),
     "loss.correction_level": ("token", "step"),
-    "run.wandb": ("auto", "online", "offline", "disabled"),
+    "run.wandb": ("online", "offline", "disabled"),
 }
 _AT_LEAST_ONE = (
     "policy.ranks", "policy.parallel.tensor", "policy.parallel.pipeline", "policy.parallel.virtual",
@@ -570,8 +578,20 @@ def _check_values(config: Config, problems: _Problems) -> None:
     problems.check(config.optimizer.min_lr <= config.optimizer.lr, "optimizer.min_lr", config.optimizer.min_lr,
                    f"must not exceed optimizer.lr = {config.optimizer.lr}")
     _check_rollout(config, problems)
+    _check_secrets(config, problems)
     problems.check(not config.run.tensorboard or find_spec("tensorboard") is not None, "run.tensorboard", True,
                    "needs the package tensorboard, and it is not installed: pip install tensorboard")
+
+
+def _check_secrets(config: Config, problems: _Problems) -> None:
+    for key, value, name in secrets.unset_variables(config.env.options):
+        problems.check(False, f"env.options.{key}", value, f"the environment variable {name} is not set")
+    for key in secrets.hidden_keys(asdict(config)):
+        problems.check(False, key, secrets.HIDDEN, "a secret was left out when this file was written; give it, in "
+                                                   "env.options best as ${env:NAME}")
+    wandb_id = config.run.wandb_id
+    problems.check(wandb_id is None or re.fullmatch(r"[\w.-]{1,64}", wandb_id) is not None, "run.wandb_id", wandb_id,
+                   "must be 1 to 64 letters, digits, or any of _ . -")
 
 
 def _check_rollout(config: Config, problems: _Problems) -> None:

@@ -7,12 +7,16 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import yaml
 
+from megastep.config import Config
 from megastep.samples import store
+from megastep.secrets import redacted
 from megastep.view import curves, page
 from megastep.view.tokens import Speller
 
@@ -27,14 +31,24 @@ class ReportError(ValueError):
 class MetricsLog:
     """One JSON object per step. Resuming cuts what was logged after the checkpoint, so that no step is there twice."""
 
-    def __init__(self, folder: Path, from_step: int, wandb_mode: str, config: dict, tensorboard: bool = False):
+    def __init__(
+        self, folder: Path, from_step: int, wandb_mode: str, config: dict, tensorboard: bool = False, **wandb_place
+    ):
+        """`config` goes to wandb; `wandb_place`: project, entity and id there."""
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(folder) if row["step"] <= from_step]
         beside = self.path.with_suffix(".partial")  # a kill leaves the old file or the new one
         beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(beside, self.path)
-        self.wandb = _start_wandb(folder, wandb_mode, config)
+        is_new = from_step < 0
+        self.wandb = _start_wandb(folder, wandb_mode, config, is_new, **wandb_place)
         self.tensorboard = _start_tensorboard(folder, from_step) if tensorboard else None
+
+    @classmethod
+    def of_run(cls, folder: Path, from_step: int, config: Config) -> "MetricsLog":
+        run = config.run
+        return cls(folder, from_step, run.wandb, redacted(asdict(config)), run.tensorboard,
+                   project=run.wandb_project, entity=run.wandb_entity, id=run.wandb_id)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         with self.path.open("a") as file:
@@ -88,23 +102,36 @@ def read_metrics(folder: Path) -> list[dict]:
     return rows
 
 
-def _start_wandb(folder: Path, mode: str, config: dict):
-    if mode == "auto":
-        mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+def _start_wandb(
+    folder: Path, mode: str, config: dict, is_new: bool, project: str = "megastep", entity: str | None = None,
+    id: str | None = None,
+):
     if mode == "disabled":
         return None
     import wandb
 
-    return wandb.init(
-        project="megastep",
+    run = wandb.init(
+        project=project,
+        entity=entity,
         name=folder.name,
         dir=folder,
         mode=mode,
         config=config,
-        id=folder.name,
+        id=id or _wandb_id(folder, is_new),
         resume="allow",
         settings=wandb.Settings(silent=True, console="off"),
     )
+    if mode == "online":
+        print(f"metrics and config are uploaded to W&B: {run.url or f'project {project}, entity {entity}, id {run.id}'}")
+    return run
+
+
+def _wandb_id(folder: Path, is_new: bool) -> str:
+    """Of this run alone, however many have its name; kept, so that the run goes on under it."""
+    path = folder / "wandb_id"
+    if is_new or not path.is_file():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text().strip()
 
 
 def _start_tensorboard(folder: Path, from_step: int):

@@ -1,13 +1,13 @@
 """The run directory: where a run keeps what it has, and where it goes on.
 
-    runs/NAME/config.yaml     as resolved
+    runs/NAME/config.yaml     as resolved, without secrets
               metrics.jsonl   a line per step; step 0 is before the first
               log.txt         what Ray's actors, vLLM and Megatron say
               start/step_0/   the policy after the warm start, which is also the reference of the KL
               origin.json     of a run that began with the checkpoint of another: which, and the other's reference
               checkpoints/step_N/
               rollouts/step_N.safetensors     with run.rollouts_every
-              wandb/
+              wandb/ wandb_id
               lock            held by the process that writes here; it ends with that process, however that ends
 """
 
@@ -74,7 +74,7 @@ class Run:
             self.lock = lock(self.folder)
             if latest(self.checkpoints) != self.newest:
                 raise RunDirError(f"{self.folder}: another process has just written to it; start again")
-            (self.folder / "config.yaml").write_text(to_yaml(config))
+            write_config(self.folder, config)
             if self.comes_from_another:
                 Origin(self.checkpoint, self.reference()).write(self.folder)
             elif self.checkpoint is None:
@@ -139,6 +139,14 @@ class Origin:
         paths = read_object(folder / _ORIGIN)
         refuse_other_types(folder / _ORIGIN, paths, {"checkpoint": str, "reference": (str, type(None))})
         return cls(Path(paths["checkpoint"]), paths["reference"] and Path(paths["reference"]))
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """For its owner alone: a secret may stand where no key gives it away."""
+    path = folder / "config.yaml"
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text(to_yaml(config))
 
 
 def lock(folder: Path) -> IO[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 # A module may import from its own layer and those before it.
 LAYERS = [
-    ("architecture", "types", "config", "lifetime", "ports", "progress", "stopping"),
+    ("architecture", "types", "config", "lifetime", "ports", "progress", "secrets", "stopping"),
     ("samples",),
     ("rollout", "envs", "policy", "sync"),
     ("view",),
