@@ -182,6 +182,7 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
     from megastep.cluster import ClusterError
     from megastep.collect import OutputError
     from megastep.policy.manifest import CheckpointError
+    from megastep.report import ReportError
     from megastep.rollout.data import DataError
     from megastep.rollout.env import EnvError
     from megastep.rollout.fleet import EngineError
@@ -196,7 +197,9 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
         run(config)
     except (ConfigError, DataError) as error:
         return _refuse(error.problems)
-    except (CheckpointError, ConvertError, EnvError, OutputError, RenderError, RunDirError, StoreError) as error:
+    except (
+        CheckpointError, ConvertError, EnvError, OutputError, RenderError, ReportError, RunDirError, StoreError
+    ) as error:
         cause = error.cause if isinstance(error, RayTaskError) else error  # a rank's own words, without its traceback
         return _refuse([str(cause)])
     except (ClusterError, EngineError, RolloutFailed, RolloutError, RunError) as error:

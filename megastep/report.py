@@ -21,6 +21,9 @@ from megastep.view import curves, page
 from megastep.view.tokens import Speller
 
 
+LAST_STEP = 10**12  # more than any run has, and drawable
+
+
 class ReportError(ValueError):
     """A folder that cannot be reported on; one line."""
 
@@ -94,12 +97,24 @@ def read_metrics(folder: Path) -> list[dict]:
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text(errors="replace").splitlines():
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             break  # the last line of a run that was killed while it wrote
+        except (RecursionError, ValueError) as error:  # too deep, or a number of thousands of digits
+            raise ReportError(f"{path}: line {number}: not readable as JSON: {str(error)[:120]}") from None
+        rows.append(_checked_row(row, f"{path}: line {number}"))
     return rows
+
+
+def _checked_row(row: object, where: str) -> dict:
+    if not isinstance(row, dict):
+        raise ReportError(f"{where}: holds a {type(row).__name__}; an object such as {{\"step\": 1}} is needed")
+    step = row.get("step")
+    if type(step) is not int or not 0 <= step <= LAST_STEP:
+        raise ReportError(f"{where}: step is {step!r:.40}; a whole number from 0 on is needed")
+    return row
 
 
 def _start_wandb(
@@ -162,8 +177,16 @@ def _rows(folder: Path) -> list[dict]:
     rows = read_metrics(folder)
     evaluation = folder / "metrics.json"  # of `megastep eval`
     if not rows and evaluation.is_file():
-        return [{"step": 0, **json.loads(evaluation.read_text())}]
+        return [_checked_row(_with_step_0(evaluation), str(evaluation))]
     return rows
+
+
+def _with_step_0(path: Path) -> object:
+    try:
+        found = json.loads(path.read_text(errors="replace"))
+    except (RecursionError, ValueError) as error:
+        raise ReportError(f"{path}: not readable as JSON: {str(error)[:120]}") from None
+    return {"step": 0, **found} if isinstance(found, dict) else found
 
 
 def _config(folder: Path) -> dict:
@@ -171,8 +194,8 @@ def _config(folder: Path) -> dict:
     path = folder / "config.yaml"
     try:
         found = yaml.safe_load(path.read_text()) if path.is_file() else {}
-    except yaml.YAMLError as error:
-        raise ReportError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: not text, a date that is none
+        raise ReportError(f"{path}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
     return found if isinstance(found, dict) else {}
 
 
@@ -196,7 +219,7 @@ def _speller(config: dict) -> tuple[Speller, list[str]]:
     from megastep.rollout.renderer import RenderError, load_tokenizer
 
     model = page.setting(config, "model", "path")
-    if model is None:
+    if not isinstance(model, str):
         return Speller(), ["config.yaml names no model: tokens are shown as ids"]
     try:
         return Speller(load_tokenizer(model)), []

@@ -73,9 +73,10 @@ def render(name: str, config: dict, rows: list[dict], curves_png: bytes, played:
 
 
 def setting(config: dict, section: str, key: str):
-    """Of a config that may be incomplete."""
+    """Of a config that may be incomplete, or hold anything."""
     found = config.get(section)
-    return found.get(key) if isinstance(found, dict) else None
+    value = found.get(key) if isinstance(found, dict) else None
+    return value if isinstance(value, (str, int, float)) else None
 
 
 def _facts(config: dict, rows: list[dict]) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -120,6 +121,19 @@ def test_mistakes_end_in_one_line(arguments, message, tmp_path):
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: ") and message.format(tmp=tmp_path) in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_the_umask_is_obeyed_and_never_changed(tmp_path, monkeypatch):
+    """Other threads make files meanwhile."""
+    before = os.umask(0o027)
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was set"))
+    try:
+        write_shards(tmp_path, [("a", torch.zeros(2))], 100)
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o640
 
 
 def test_wrong_shape_is_found_before_anything_is_written(models, tmp_path):
