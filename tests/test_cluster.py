@@ -136,9 +136,14 @@ def test_ray_answers_only_those_who_know_its_token(rollouts):
     """The token is the run's own, in a folder that only its owner can enter."""
     path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o077 == 0
-    foreign = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    foreign |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
-    address = ray.get_runtime_context().gcs_address
-    script = f"import ray; ray.init({address!r}, log_to_driver=False); print('in')"
-    done = subprocess.run([sys.executable, "-c", script], env=foreign, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and "in" not in done.stdout.split() and "uthenticat" in done.stderr, done.stderr[-500:]
+    script = ("import sys; from ray._raylet import GcsClient; "
+              "print(GcsClient(address=sys.argv[1]).internal_kv_keys(b'', b'session', timeout=10))")
+    command = [sys.executable, "-c", script, ray.get_runtime_context().gcs_address]
+    nothing = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"RAY_AUTH_MODE": "token"}
+
+    def ask(**environment: str) -> subprocess.CompletedProcess:
+        return subprocess.run(command, env=nothing | environment, capture_output=True, text=True, timeout=120)
+
+    foreign = ask(RAY_AUTH_TOKEN="0" * 64)
+    assert foreign.returncode != 0 and "InvalidAuthToken" in foreign.stderr, foreign.stderr[-500:]
+    assert ask(RAY_AUTH_TOKEN_PATH=str(path)).returncode == 0
