@@ -64,7 +64,8 @@ def _store(address: str, rank: int, world: int, timeout: timedelta) -> dist.Stor
     host, _, port = address.rpartition(":")
     listener = None
     if rank == 0:
-        listener = socket.create_server((host, int(port)), backlog=1024).detach()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, int(port)), family=family, backlog=1024).detach()
     return dist.TCPStore(host, int(port), world, rank == 0, timeout, master_listen_fd=listener)
 
 

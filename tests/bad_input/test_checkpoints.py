@@ -239,3 +239,16 @@ def test_metadata_that_is_cut_off_is_refused(cut, copy):
     (copy / ".metadata").write_bytes((copy / ".metadata").read_bytes()[:cut])
     seal_again(copy)
     refused(*play(copy), names=f"{copy / '.metadata'}: ")
+
+
+def test_code_beside_a_model_is_not_imported(tmp_path):
+    """Whatever config.json and tokenizer_config.json ask for."""
+    from megastep.rollout.renderer import load_tokenizer
+
+    folder, marker = shutil.copytree(MODEL, tmp_path / "model"), tmp_path / "marker"
+    (folder / "own.py").write_text(f"import os; os.mkdir({str(marker)!r})\nclass Own: pass\n")
+    rewrite(folder / "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
+    rewrite(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", "own.Own"]}, tokenizer_class="Own")
+    read_architecture(folder)
+    load_tokenizer(folder)
+    assert not marker.exists()
