@@ -131,6 +131,20 @@ def test_what_a_rank_refuses_is_a_line(capsys, tmp_path):
     assert capsys.readouterr().err.strip() == "error: the routes belong to other tokens"
 
 
+def test_a_checkpoint_that_a_rank_refuses_is_a_mistake_and_a_line(capsys, tmp_path):
+    """As Ray raises it: an error that is of both classes, and whose text is the rank's traceback."""
+    from ray.exceptions import RayTaskError
+
+    from megastep.policy.manifest import CheckpointError
+
+    def refuse(config):
+        raise RayTaskError("load", "Traceback\nof the rank", CheckpointError("step_3: damaged")).as_instanceof_cause()
+
+    args = argparse.Namespace(config=LOCAL, overrides=[f"run.dir={tmp_path}"])
+    assert cli._run(args, refuse) == 2
+    assert capsys.readouterr().err == "error: step_3: damaged\n"
+
+
 def test_x5_dynamic_sampling_gives_up_with_a_reason():
     from types import SimpleNamespace
 
