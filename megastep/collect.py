@@ -7,13 +7,14 @@ of a checkpoint. The latter two live in a policy first, which hands them to the 
 import asyncio
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megastep.cluster import Cluster
-from megastep.config import Config, to_yaml
+from megastep.config import Config
 from megastep.rollout.data import Prompt
 from megastep.rollout.generation import Generate
 from megastep.policy.manifest import CheckpointError
@@ -21,7 +22,7 @@ from megastep.progress import progress
 from megastep.report import write_report
 from megastep.rollout.pool import Pool, refuse_all_failed
 from megastep.rollout.task import Task
-from megastep.rundir import refuse_unfit_weights, where_to_resume
+from megastep.rundir import RunDirError, refuse_unfit_weights, where_to_resume, write_config
 from megastep.samples import store
 from megastep.samples.metrics import evaluation_metrics, rollout_metrics, succeeded
 from megastep.types import Group, Trajectory
@@ -31,14 +32,26 @@ class OutputError(ValueError):
     """A file that cannot be written; one line."""
 
 
-def rollout(config: Config, out: Path) -> list[Group]:
-    """`rollout.prompts` prompts of the training data, `rollout.samples` trajectories each, into a file."""
+def _writable_log(out: Path) -> Path:
+    """Beside `out`. It is opened, as the engines will do it; `out` itself is written beside and renamed."""
     if not out.parent.is_dir() or out.is_dir():
         raise OutputError(f"--out {out}: must be a file in a folder that is there")
+    log = out.with_name(f"{out.name}.log")
+    try:
+        with log.open("ab"), tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise OutputError(f"--out {out}: cannot be written ({error.strerror})") from None
+    return log
+
+
+def rollout(config: Config, out: Path) -> list[Group]:
+    """`rollout.prompts` prompts of the training data, `rollout.samples` trajectories each, into a file."""
+    log = _writable_log(out)
     checkpoint = _checkpoint(config)
     task = Task.load(config)
     prompts = task.stream().take(config.rollout.prompts)
-    groups, speed = _play(config, checkpoint, task.pool, prompts, out.with_name(f"{out.name}.log"))
+    groups, speed = _play(config, checkpoint, task.pool, prompts, log)
     store.write(out, groups)
     print(_summary(rollout_metrics(groups), speed))
     print(f"{out}: written; to look at: megastep view {out} --model {config.model.path}")
@@ -51,8 +64,11 @@ def evaluate(config: Config, name: str) -> dict[str, float]:
     task = Task.load(config)
     prompts = task.eval_prompts()
     folder = Path(config.run.dir) / f"{config.run.name or name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(to_yaml(config))
+    try:
+        folder.mkdir(parents=True)
+        write_config(folder, config)
+    except OSError as error:
+        raise RunDirError(f"{folder}: cannot be written ({error.strerror})") from None
     groups, speed = _play(config, checkpoint, task.eval_pool, prompts, folder / "log.txt")
     store.write(folder / "rollouts.safetensors", groups)
     metrics = evaluation_metrics(groups)

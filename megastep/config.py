@@ -24,7 +24,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megastep import bounds, paths
+from megastep import bounds, paths, secrets
 from megastep.architecture import VOCAB_MULTIPLE, Architecture, ArchitectureError, read_architecture
 from megastep.yaml_file import YAMLFileError, parse, read_yaml
 
@@ -32,7 +32,6 @@ GPU_BACKENDS = ("nccl", "ipc")  # of sync.backend
 REQUIRED = "???"  # OmegaConf's mark for "must be given"
 _ASYNC, _FIELD = "async", "asynchronous"  # the section, and its field: Python keeps the word for itself
 _MAX_BASES = 16
-_FROM_ENVIRONMENT = re.compile(r"\$\{env:[A-Za-z_][A-Za-z0-9_]*\}")  # allowed in env.options alone
 
 
 @dataclass
@@ -87,7 +86,8 @@ class DataConfig:
 class EnvConfig:
     # chase, guess, sql, search, skyrl, an entry point of megastep.envs, or module:Class. `plan` and `replay` need none.
     name: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # keywords of that environment
+    # Keywords of that environment. ${env:NAME}: an environment variable, read when it is used and written nowhere.
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -265,7 +265,10 @@ class RunConfig:
     resume: str = "auto"  # auto: continue what is in the run directory; never; or a checkpoint folder
     rollouts_every: int = 0  # steps between rollouts that are kept on disk, whole and with routing; 0: none
     report_prompts: int = 4  # prompts of the newest step whose trajectories are kept for the report; 0: none
-    wandb: str = "auto"  # auto: online with a key, else offline; online; offline; disabled
+    wandb: str = "offline"  # offline: files in the run directory; online: uploaded; disabled
+    wandb_project: str = "megastep"
+    wandb_entity: str | None = None  # user or team; default: that of the key
+    wandb_id: str | None = None  # of the run there; default: a new one, kept in the run directory for going on
     tensorboard: bool = False  # event files into the run directory; needs the package tensorboard
 
 
@@ -370,8 +373,8 @@ def folders(path: str | Path) -> list[Path]:
 
 
 def to_yaml(config: Config) -> str:
-    """As it reads back from any folder."""
-    tree = asdict(paths.absolute(config))
+    """As it may be written to a file: without secrets, and read back from any folder."""
+    tree = secrets.redacted(asdict(paths.absolute(config)))
     tree = {_ASYNC if name == _FIELD else name: section for name, section in tree.items()}
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
@@ -519,10 +522,9 @@ def _interpolation(key: str, value: Any) -> str | None:
     """`${...}` means something to OmegaConf and shells; here only `${env:NAME}` does, in env.options."""
     in_options = _open_key_of(key) == paths.OPTIONS
     for text in _texts(value):
-        if "${" not in text or (in_options and _FROM_ENVIRONMENT.fullmatch(text)):
-            continue
-        instead = "${env:NAME} alone takes a value from the environment" if in_options else "write the value itself"
-        return f"{key} = {shown(text)}: ${{...}} is not replaced here; {instead}"
+        if "${" in (secrets.without_variables(text) if in_options else text):
+            instead = "${env:NAME} takes a value from the environment" if in_options else "write the value itself"
+            return f"{key} = {shown(text)}: ${{...}} is not replaced here; {instead}"
     return None
 
 
@@ -658,7 +660,7 @@ _CHOICES = {
     "loss.correction": ("auto", "none", "truncate", "mask"),
     "asynchronous.on_stale": ("wait", "drop"),
     "loss.correction_level": ("token", "step"),
-    "run.wandb": ("auto", "online", "offline", "disabled"),
+    "run.wandb": ("online", "offline", "disabled"),
 }
 _AT_LEAST_ONE = (
     "policy.ranks", "policy.parallel.tensor", "policy.parallel.pipeline", "policy.parallel.virtual",
@@ -725,6 +727,7 @@ def _check_values(config: Config, problems: _Problems) -> None:
     problems.check(not config.optimizer.min_lr > config.optimizer.lr, "optimizer.min_lr", config.optimizer.min_lr,
                    f"must not exceed optimizer.lr = {config.optimizer.lr}")
     _check_rollout(config, problems)
+    _check_secrets(config, problems)
     problems.check(not config.run.tensorboard or find_spec("tensorboard") is not None, "run.tensorboard", True,
                    "needs the package tensorboard, and it is not installed: pip install tensorboard")
 
@@ -775,6 +778,17 @@ def wrong_address(address: str) -> str | None:
     if not re.fullmatch(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]", host) or not re.fullmatch(r"[0-9]{1,5}", port):
         return "must be HOST:PORT of the head, such as 10.0.0.7:6379, or auto"
     return None if 1 <= int(port) <= 65535 else "its port must be from 1 to 65535"
+
+
+def _check_secrets(config: Config, problems: _Problems) -> None:
+    for key, value, name in secrets.unset_variables(config.env.options):
+        problems.check(False, f"env.options.{key}", value, f"the environment variable {name} is not set")
+    for key in secrets.hidden_keys(asdict(config)):
+        problems.check(False, key, secrets.HIDDEN, "a secret was left out when this file was written; give it, in "
+                                                   "env.options best as ${env:NAME}")
+    wandb_id = config.run.wandb_id
+    problems.check(wandb_id is None or re.fullmatch(r"[\w.-]{1,64}", wandb_id) is not None, "run.wandb_id", wandb_id,
+                   "must be 1 to 64 letters, digits, or any of _ . -")
 
 
 def _check_rollout(config: Config, problems: _Problems) -> None:

@@ -7,18 +7,23 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import yaml
 
+from megastep.config import Config
 from megastep.samples import store
 from megastep.samples.metrics import rollout_metrics
+from megastep.secrets import redacted
 from megastep.view import curves, page
 from megastep.view.tokens import Speller
 
 
 LATEST = "rollouts/latest.safetensors"  # run.report_prompts of the newest step, without routing
+LAST_STEP = 10**12  # more than any run has, and drawable
 
 
 class ReportError(ValueError):
@@ -31,14 +36,24 @@ class ReportError(ValueError):
 class MetricsLog:
     """One JSON object per step. Resuming cuts what was logged after the checkpoint, so that no step is there twice."""
 
-    def __init__(self, folder: Path, from_step: int, wandb_mode: str, config: dict, tensorboard: bool = False):
+    def __init__(
+        self, folder: Path, from_step: int, wandb_mode: str, config: dict, tensorboard: bool = False, **wandb_place
+    ):
+        """`config` goes to wandb; `wandb_place`: project, entity and id there."""
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(folder) if row["step"] <= from_step]
         beside = self.path.with_suffix(".partial")  # a kill leaves the old file or the new one
         beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(beside, self.path)
-        self.wandb = _start_wandb(folder, wandb_mode, config)
+        is_new = from_step < 0
+        self.wandb = _start_wandb(folder, wandb_mode, config, is_new, **wandb_place)
         self.tensorboard = _start_tensorboard(folder, from_step) if tensorboard else None
+
+    @classmethod
+    def of_run(cls, folder: Path, from_step: int, config: Config) -> "MetricsLog":
+        run = config.run
+        return cls(folder, from_step, run.wandb, redacted(asdict(config)), run.tensorboard,
+                   project=run.wandb_project, entity=run.wandb_entity, id=run.wandb_id)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         with self.path.open("a") as file:
@@ -84,31 +99,56 @@ def read_metrics(folder: Path) -> list[dict]:
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text(errors="replace").splitlines():
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             break  # the last line of a run that was killed while it wrote
+        except (RecursionError, ValueError) as error:  # too deep, or a number of thousands of digits
+            raise ReportError(f"{path}: line {number}: not readable as JSON: {str(error)[:120]}") from None
+        rows.append(_checked_row(row, f"{path}: line {number}"))
     return rows
 
 
-def _start_wandb(folder: Path, mode: str, config: dict):
-    if mode == "auto":
-        mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+def _checked_row(row: object, where: str) -> dict:
+    if not isinstance(row, dict):
+        raise ReportError(f"{where}: holds a {type(row).__name__}; an object such as {{\"step\": 1}} is needed")
+    step = row.get("step")
+    if type(step) is not int or not 0 <= step <= LAST_STEP:
+        raise ReportError(f"{where}: step is {step!r:.40}; a whole number from 0 on is needed")
+    return row
+
+
+def _start_wandb(
+    folder: Path, mode: str, config: dict, is_new: bool, project: str = "megastep", entity: str | None = None,
+    id: str | None = None,
+):
     if mode == "disabled":
         return None
     import wandb
 
-    return wandb.init(
-        project="megastep",
+    run = wandb.init(
+        project=project,
+        entity=entity,
         name=folder.name,
         dir=folder,
         mode=mode,
         config=config,
-        id=folder.name,
+        id=id or _wandb_id(folder, is_new),
         resume="allow",
         settings=wandb.Settings(silent=True, console="off"),
     )
+    if mode == "online":
+        print(f"metrics and config are uploaded to W&B: {run.url or f'project {project}, entity {entity}, id {run.id}'}")
+    return run
+
+
+def _wandb_id(folder: Path, is_new: bool) -> str:
+    """Of this run alone, however many have its name; kept, so that the run goes on under it."""
+    path = folder / "wandb_id"
+    if is_new or not path.is_file():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text().strip()
 
 
 def _start_tensorboard(folder: Path, from_step: int):
@@ -163,8 +203,16 @@ def _rows(folder: Path) -> list[dict]:
     rows = read_metrics(folder)
     evaluation = folder / "metrics.json"  # of `megastep eval`
     if not rows and evaluation.is_file():
-        return [{"step": 0, **json.loads(evaluation.read_text())}]
+        return [_checked_row(_with_step_0(evaluation), str(evaluation))]
     return rows
+
+
+def _with_step_0(path: Path) -> object:
+    try:
+        found = json.loads(path.read_text(errors="replace"))
+    except (RecursionError, ValueError) as error:
+        raise ReportError(f"{path}: not readable as JSON: {str(error)[:120]}") from None
+    return {"step": 0, **found} if isinstance(found, dict) else found
 
 
 def _config(folder: Path) -> dict:
@@ -172,8 +220,8 @@ def _config(folder: Path) -> dict:
     path = folder / "config.yaml"
     try:
         found = yaml.safe_load(path.read_text()) if path.is_file() else {}
-    except yaml.YAMLError as error:
-        raise ReportError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: not text, a date that is none
+        raise ReportError(f"{path}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
     return found if isinstance(found, dict) else {}
 
 
@@ -207,7 +255,7 @@ def _speller(config: dict, source: str) -> tuple[Speller, list[str]]:
     from megastep.rollout.renderer import RenderError, load_tokenizer
 
     model = page.setting(config, "model", "path")
-    if model is None:
+    if not isinstance(model, str):
         return Speller(), [f"no model is given ({source}): tokens are shown as ids"]
     try:
         return Speller(load_tokenizer(model)), []

@@ -1,6 +1,6 @@
 """The run directory: where a run keeps what it has, and where it goes on.
 
-    runs/NAME/config.yaml     as resolved
+    runs/NAME/config.yaml     as resolved, without secrets
               metrics.jsonl   a line per step; step 0 is before the first
               log.txt         what Ray's actors, vLLM and Megatron say
               start/step_0/   the policy after the warm start, which is also the reference of the KL
@@ -8,28 +8,40 @@
               checkpoints/step_N/
               rollouts/latest.safetensors     trajectories for the report (run.report_prompts)
               rollouts/step_N.safetensors     with run.rollouts_every
-              wandb/
+              wandb/ wandb_id
+              lock            held by the process that writes here; it ends with that process, however that ends
 """
 
+import fcntl
 import json
 import os
+import socket
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from megastep.architecture import read_architecture
 from megastep.config import Config, to_yaml
 from megastep.policy.loop_state import LoopState
-from megastep.policy.manifest import CheckpointError, latest, read_manifest, refuse_other_model
+from megastep.policy.manifest import (
+    CheckpointError, latest, read_manifest, read_object, refuse_other_model, refuse_other_types,
+)
+from megastep.policy.unpickle import refuse_code
 from megastep.report import LATEST
 from megastep.sync.convert import refuse_other_shape, rows_of
 from megastep.sync.hf_files import HFReader
 
-_ORIGIN = "origin.json"
+_ORIGIN, _LOCK = "origin.json", "lock"
 
 
 class RunError(RuntimeError):
     """A run that cannot go on; the message says why, in one line."""
+
+
+class RunDirError(ValueError):
+    """A run directory that cannot be used; the message says why, in one line."""
 
 
 @dataclass
@@ -37,6 +49,7 @@ class Run:
     folder: Path
     checkpoint: Path | None  # to go on from; None: a new run
     state: LoopState
+    newest: Path | None = None  # checkpoint in the folder when it was looked at
 
     @classmethod
     def find(cls, config: Config, name: str) -> "Run":
@@ -49,22 +62,33 @@ class Run:
             refuse_unfit_weights(config)
         state = LoopState.read(checkpoint) if checkpoint else LoopState(step=0)
         refuse_newer(folder, state.step)
-        run = cls(folder, checkpoint, state)
+        run = cls(folder, checkpoint, state, latest(folder / "checkpoints"))
         reference = run.reference() if config.loss.kl > 0 and state.step > 0 else None
         if reference is not None:
             read_manifest(reference)  # refuses one that is gone
+            refuse_code(reference)
         return run
 
     def create(self, config: Config) -> None:
+        """Make the run directory this process's own. Nobody else may have gone on with it since `find`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.yaml").write_text(to_yaml(config))
+            self.lock = lock(self.folder)
+            if latest(self.checkpoints) != self.newest:
+                raise RunDirError(f"{self.folder}: another process has just written to it; start again")
+            write_config(self.folder, config)
             if self.comes_from_another:
                 Origin(self.checkpoint, self.reference()).write(self.folder)
             elif self.checkpoint is None:
                 (self.folder / _ORIGIN).unlink(missing_ok=True)
         except OSError as error:
-            raise RunError(f"{self.folder}: cannot be written ({error.strerror})") from None
+            raise RunDirError(f"{self.folder}: cannot be written ({error.strerror})") from None
+
+    def how_to_go_on(self) -> str:
+        saved = latest(self.checkpoints) or latest(self.start)
+        if saved is None:
+            return "no checkpoint was written yet"
+        return f"the same command with run.name={self.folder.name} goes on from the last checkpoint, {saved}"
 
     @property
     def last_row(self) -> int:
@@ -118,7 +142,37 @@ class Origin:
     def read(cls, folder: Path) -> "Origin | None":
         if not (folder / _ORIGIN).is_file():
             return None
-        return cls(**{name: path and Path(path) for name, path in json.loads((folder / _ORIGIN).read_text()).items()})
+        paths = read_object(folder / _ORIGIN)
+        refuse_other_types(folder / _ORIGIN, paths, {"checkpoint": str, "reference": (str, type(None))})
+        return cls(Path(paths["checkpoint"]), paths["reference"] and Path(paths["reference"]))
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """For its owner alone: a secret may stand where no key gives it away."""
+    path = folder / "config.yaml"
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text(to_yaml(config))
+
+
+def lock(folder: Path) -> IO[str]:
+    """Hold the folder for as long as the file is open. The kernel lets go of it when the process ends, by kill -9 too.
+
+    Children do not inherit it: Python's files close when another program is executed, and after a fork this one does.
+    """
+    file = (folder / _LOCK).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read(200).strip() or "another process"
+        raise RunDirError(f"{folder}: in use by {holder}; wait for it to end, stop it, or give another run.name") from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    held = weakref.ref(file)
+    os.register_at_fork(after_in_child=lambda: held() and held().close())
+    return file
 
 
 def _run_of(checkpoint: Path) -> Path:
@@ -144,6 +198,7 @@ def where_to_resume(config: Config, folder: Path, resume: str) -> Path | None:
     if found is not None:
         ours = read_architecture(config.model.path).hf
         refuse_other_model(found, read_manifest(found)["model"], ours)
+        refuse_code(found)
     return found
 
 

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
@@ -57,9 +56,10 @@ def train(config: Config, name: str) -> Path:
         return run.folder
     demonstrations = [] if run.checkpoint else task.demonstrations()
     run.create(config)
+    stopping.advise(run.how_to_go_on)
     print(f"{run.folder}: " + (f"continues after step {run.state.step}" if run.checkpoint else "a new run"))
     print(f"starting {config.policy.ranks} rank(s) and {config.engine.count} engine(s); what they say is in {run.log}")
-    with MetricsLog(run.folder, run.last_row, config.run.wandb, asdict(config), config.run.tensorboard) as log:
+    with MetricsLog.of_run(run.folder, run.last_row, config) as log:
         with Cluster(config, log=run.log) as cluster:
             Loop(config, task, cluster, run, log).run(demonstrations)
     print(summary(run.folder))
@@ -75,7 +75,7 @@ def replay(config: Config, name: str, rollouts: Path) -> Path:
     run = Run.find(config, name)
     run.create(config)
     step = run.state.step
-    with MetricsLog(run.folder, run.last_row, config.run.wandb, asdict(config), config.run.tensorboard) as log:
+    with MetricsLog.of_run(run.folder, run.last_row, config) as log:
         with Cluster(config, with_engines=False, log=run.log) as cluster:
             learner = Learner(config, cluster.policy)
             load_policy(run, learner)

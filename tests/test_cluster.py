@@ -1,12 +1,16 @@
 """D3: one placement group, a clear answer where it does not fit, and nothing left when it is over."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
+import ray
 
 from megastep.cluster import ClusterError, node_by_node, refuse_dead_address, refuse_too_small, start_ray
 from tests.models import some_tokens
@@ -114,3 +118,34 @@ def _up(process: subprocess.Popen) -> set[tuple[int, str]]:
 def _left(name: str, below: dict) -> list[str]:
     """Ray's two agents take a minute to notice that its other processes were killed."""
     return [line for line in alive(below[name]) if name != "killed" or "Agent" not in line]
+
+
+def test_nothing_listens_beyond_this_machine(rollouts):
+    """Ray, the ranks' store, gloo and vLLM: whoever can reach a port of theirs can run code as us."""
+    listening = {}
+    for pid, _ in descendants(os.getpid()) | {(os.getpid(), "")}:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            listening |= {(process.name(), c.laddr.port): c.laddr.ip for c in process.net_connections("inet")
+                          if c.status == psutil.CONN_LISTEN}
+    names = {name for name, _ in listening}
+    assert {"gcs_server", "raylet", "ray::PolicyRank"} <= names
+    beyond = {place: ip for place, ip in listening.items() if not ip.removeprefix("::ffff:").startswith("127.")}
+    assert not beyond, beyond
+
+
+def test_ray_answers_only_those_who_know_its_token(rollouts):
+    """The token is the run's own, in a folder that only its owner can enter."""
+    path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o077 == 0
+    script = ("import sys; from ray._raylet import GcsClient; "
+              "print(GcsClient(address=sys.argv[1]).internal_kv_keys(b'', b'session', timeout=10))")
+    command = [sys.executable, "-c", script, ray.get_runtime_context().gcs_address]
+    nothing = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"RAY_AUTH_MODE": "token"}
+
+    def ask(**environment: str) -> subprocess.CompletedProcess:
+        return subprocess.run(command, env=nothing | environment, capture_output=True, text=True, timeout=120)
+
+    foreign = ask(RAY_AUTH_TOKEN="0" * 64)
+    assert foreign.returncode != 0 and "InvalidAuthToken" in foreign.stderr, foreign.stderr[-500:]
+    assert ask(RAY_AUTH_TOKEN_PATH=str(path)).returncode == 0

@@ -260,7 +260,7 @@ def test_shared_gpus_cannot_work_ahead():
         ("engine.max_model_len=9", "rollout.max_response_tokens = 9: engine.max_model_len is 9, and a prompt"),
         ("env.option.x=1", "env.option.x: unknown key; did you mean env.options?"),
         ("rollout.template=x", "rollout.template = 'x': wrong type, dict[str, typing.Any] is needed"),
-        ("run.wandb=maybe", "run.wandb = maybe: must be one of auto, online, offline, disabled"),
+        ("run.wandb=maybe", "run.wandb = maybe: must be one of online, offline, disabled"),
     ],
 )
 def test_each_mistake_has_its_line(override, message):

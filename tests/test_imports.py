@@ -5,8 +5,8 @@ from pathlib import Path
 
 # A module may import from its own layer and those before it.
 LAYERS = [
-    ("architecture", "bounds", "config", "lifetime", "model_folder", "paths", "ports", "progress", "stopping", "types",
-     "yaml_file"),
+    ("architecture", "bounds", "config", "lifetime", "model_folder", "paths", "ports", "progress", "secrets", "stopping",
+     "types", "yaml_file"),
     ("samples",),
     ("rollout", "envs", "policy", "sync"),
     ("view",),

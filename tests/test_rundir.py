@@ -1,14 +1,21 @@
 """X6: where a run begins and where it goes on, whichever run its checkpoint is of."""
 
+import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megastep import cli
 from megastep.architecture import read_architecture
 from megastep.config import load
 from megastep.policy.loop_state import LoopState
 from megastep.policy.manifest import CheckpointError, describe, write_manifest
-from megastep.rundir import Run
+from megastep.rundir import Run, RunDirError
+from tests.processes import alive, descendants
 from tests.runs import LOCAL
 
 
@@ -25,6 +32,7 @@ def find(root: Path, name: str, resume: Path | str = "auto", kl: float = 0.1) ->
     config = load(LOCAL, [f"run.dir={root}", f"run.name={name}", f"run.resume={resume}", f"loss.kl={kl}"])
     run = Run.find(config, "local")
     run.create(config)
+    run.lock.close()  # as if its process had ended
     return run
 
 
@@ -78,3 +86,65 @@ def test_a_run_that_begins_anew_forgets_where_it_came_from(first, tmp_path):
     find(tmp_path, "second", first / "checkpoints" / "step_8")
     assert find(tmp_path, "second", "never").checkpoint is None
     assert find(tmp_path, "second").checkpoint is None
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from megastep.rundir import lock
+held = lock(Path(sys.argv[1]))
+if len(sys.argv) > 2:
+    import os
+    if os.fork() == 0:
+        time.sleep(60)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def hold(folder: Path, *more: str) -> subprocess.Popen:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder), *more], stdout=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_run_is_one_processs_at_a_time(tmp_path, capsys):
+    """C5: whoever comes second is told who holds the run, and nothing of it is touched; kill -9 lets go of it."""
+    folder = tmp_path / "r"
+    folder.mkdir()
+    holder = hold(folder)
+    try:
+        assert cli.main(["train", LOCAL, "warm_start.trajectories=0", f"run.dir={tmp_path}", "run.name=r"]) == 2
+        error = capsys.readouterr().err
+        assert error == (f"error: {folder}: in use by process {holder.pid} on {socket.gethostname()}; wait for it to "
+                         "end, stop it, or give another run.name\n")
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+    finally:
+        holder.kill()
+        holder.wait()
+    find(tmp_path, "r")
+
+
+def test_a_child_does_not_inherit_the_lock(tmp_path):
+    """A forked one may outlive a killed parent."""
+    folder = tmp_path / "r"
+    folder.mkdir()
+    holder = hold(folder, "fork")
+    children = descendants(holder.pid)
+    try:
+        holder.kill()
+        holder.wait()
+        assert alive(children)
+        find(tmp_path, "r")
+    finally:
+        for pid, _ in children:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_what_another_process_wrote_meanwhile_is_not_overlooked(first, tmp_path):
+    config = load(LOCAL, [f"run.dir={tmp_path}", "run.name=first"])
+    run = Run.find(config, "local")
+    checkpoint(first / "checkpoints", 9)
+    with pytest.raises(RunDirError, match="another process has just written to it; start again"):
+        run.create(config)

@@ -113,7 +113,7 @@ def test_s4_mistakes_are_a_line_each_before_anything_starts(override, message, t
 
 def test_a_run_directory_that_cannot_be_written(capsys, tmp_path):
     (tmp_path / "file").write_text("")
-    assert cli.main(["train", LOCAL, f"run.dir={tmp_path}/file", "warm_start.trajectories=0"]) == 1
+    assert cli.main(["train", LOCAL, f"run.dir={tmp_path}/file", "warm_start.trajectories=0"]) == 2
     assert f"error: {tmp_path}/file/local-" in capsys.readouterr().err
 
 
@@ -129,6 +129,20 @@ def test_what_a_rank_refuses_is_a_line(capsys, tmp_path):
     args = argparse.Namespace(config=LOCAL, overrides=[f"run.dir={tmp_path}"])
     assert cli._run(args, refuse) == 1
     assert capsys.readouterr().err.strip() == "error: the routes belong to other tokens"
+
+
+def test_a_checkpoint_that_a_rank_refuses_is_a_mistake_and_a_line(capsys, tmp_path):
+    """As Ray raises it: an error that is of both classes, and whose text is the rank's traceback."""
+    from ray.exceptions import RayTaskError
+
+    from megastep.policy.manifest import CheckpointError
+
+    def refuse(config):
+        raise RayTaskError("load", "Traceback\nof the rank", CheckpointError("step_3: damaged")).as_instanceof_cause()
+
+    args = argparse.Namespace(config=LOCAL, overrides=[f"run.dir={tmp_path}"])
+    assert cli._run(args, refuse) == 2
+    assert capsys.readouterr().err == "error: step_3: damaged\n"
 
 
 def test_x5_dynamic_sampling_gives_up_with_a_reason():

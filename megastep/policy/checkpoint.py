@@ -2,13 +2,14 @@
 
     root/step_12.partial/    being written
     root/step_12/            whole: megastep.json was written last and the folder renamed
-        megastep.json        step, layout, model shape, the size of every file
+        megastep.json        step, layout, model shape, the size and SHA-256 of every file
         loop.json            where the loop stands (loop_state.py)
         hf/                  config.json and tokenizer, so that an export needs nothing else
         *.distcp .metadata   tensors (torch_dist), independent of the layout that wrote them
         common.pt            schedule, optimizer settings
 
-A killed save leaves only a `.partial` folder, which nobody reads; see `manifest.py` for what is refused.
+A killed save leaves only a `.partial` folder, which nobody reads; see `manifest.py` for what is refused, and
+`unpickle.py` for how pickles are read.
 
 Random state belongs to a layout: under another one the ranks start from the config's seed.
 """
@@ -18,6 +19,7 @@ import multiprocessing
 import os
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from multiprocessing.managers import SyncManager
 from pathlib import Path
@@ -34,7 +36,11 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megastep.lifetime import end_with_parent
 from megastep.policy import parallel
 from megastep.policy.loop_state import LoopState
-from megastep.policy.manifest import HF, describe, read_manifest, refuse_other_model, whole_checkpoints, write_manifest
+from megastep.policy.megatron_load import load_state
+from megastep.policy.manifest import (
+    DATA, HF, CheckpointError, data_files, describe, hash_files, read_manifest, refuse_damaged, refuse_other_model,
+    whole_checkpoints, write_manifest,
+)
 from megastep.sync.hf_files import copy_companions
 
 _FORMAT_OPTIONS = {
@@ -101,9 +107,11 @@ def _layout(worker) -> dict:
 
 def seal(partial: Path, final: Path, manifest: dict, keep: int) -> None:
     """All ranks have written: name the files, give the folder its name, drop old ones."""
-    dist.barrier()
+    own = [path.name for path in partial.glob(f"__{dist.get_rank()}_*{DATA}")]  # still in this node's page cache
+    hashed: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(hashed, hash_files(partial, own))
     if dist.get_rank() == 0:
-        write_manifest(partial, manifest)
+        write_manifest(partial, manifest, {name: value for part in hashed for name, value in part.items()})
         shutil.rmtree(final, ignore_errors=True)  # the same step saved again
         os.replace(partial, final)
         for old in whole_checkpoints(final.parent)[:-keep]:
@@ -114,9 +122,10 @@ def seal(partial: Path, final: Path, manifest: dict, keep: int) -> None:
 def load(folder: str | Path, worker) -> None:
     manifest = read_manifest(folder)
     refuse_other_model(folder, manifest["model"], worker.arch.hf)
+    _together(lambda: _check_share(folder, manifest))
     with_random = manifest["layout"] == _layout(worker)
     state = _state(worker, loading=True, with_optimizer=manifest["with_optimizer"], with_random=with_random)
-    state = dist_checkpointing.load(state, str(folder))
+    state = load_state(state, folder)
     for i, chunk in enumerate(_unwrapped(worker)):
         _load_weights(chunk, state[f"model{i}"])
     if manifest["with_optimizer"]:
@@ -128,6 +137,25 @@ def load(folder: str | Path, worker) -> None:
         _set_random_state(state["random"])
     worker.step = manifest.get("optimizer_steps", 0)
     dist.barrier()
+
+
+def _check_share(folder: str | Path, manifest: dict) -> None:
+    """Each rank hashes as many of the data files as any other."""
+    refuse_damaged(folder, manifest, data_files(manifest)[dist.get_rank() :: dist.get_world_size()])
+
+
+def _together(check: Callable[[], None]) -> None:
+    """What one rank refuses, all refuse: nobody waits for a rank that has ended."""
+    problem = None
+    try:
+        check()
+    except CheckpointError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for found in problems:
+        if found is not None:
+            raise CheckpointError(found)
 
 
 # ---------------------------------------------------------------- what is in it
@@ -202,9 +230,15 @@ def _random_state() -> dict:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "tracker": get_cuda_rng_tracker().get_states(),
-        "numpy": np.random.get_state(),
+        "numpy": _plain_numpy_state(),
         "python": random.getstate(),
     }
+
+
+def _plain_numpy_state() -> tuple:
+    """Without an array: numpy's pickles name functions, and a checkpoint's may not."""
+    name, keys, *rest = np.random.get_state()
+    return name, keys.tolist(), *rest
 
 
 def _set_random_state(state: dict) -> None:

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megastep.policy.manifest import CheckpointError, read_object, refuse_other_types
 from megastep.samples import store
 from megastep.types import Group
 
@@ -35,7 +36,25 @@ class LoopState:
         """An imported checkpoint has none: it is where a run begins."""
         if not (folder / _LOOP).is_file():
             return cls(step=0)
-        state = cls(**json.loads((folder / _LOOP).read_text()))
+        state = cls(**_checked(folder / _LOOP))
         if (folder / _READY).is_file():
             state.ready = store.read(folder / _READY)
         return state
+
+
+def _checked(path: Path) -> dict:
+    """Every entry has its type: what is wrong is found before any process starts."""
+    plain = read_object(path)
+    wanted = {"step": int, "position": dict, "unfinished": list, "ready_begun": list, "pushed": list, "evaluates": bool}
+    refuse_other_types(path, {**vars(LoopState(step=0)), **{"step": None}, **plain}, wanted)
+    unknown = sorted(set(plain) - set(wanted))
+    if unknown:
+        raise CheckpointError(f"{path}: {unknown[0]!r:.80} is no part of a loop's state")
+    for name in ("position", "unfinished", "ready_begun", "pushed"):
+        numbers = plain.get(name, [])
+        for number in numbers.values() if isinstance(numbers, dict) else numbers:
+            if type(number) is not int:
+                raise CheckpointError(f"{path}: {name} holds {number!r:.80}, must hold whole numbers")
+    if plain["step"] < 0:
+        raise CheckpointError(f"{path}: step is {plain['step']}, must be at least 0")
+    return plain

@@ -7,6 +7,7 @@ Everything else asks `place()` for numbers and the functions below for process g
 """
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,12 +52,22 @@ def start(layout: ParallelConfig, rank: int, world: int, address: str, timeout_s
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(
         "gloo" if on_cpu else "nccl",
-        init_method=f"tcp://{address}",
+        store=_store(address, rank, world, timedelta(seconds=timeout_s)),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout_s),
     )
     _lay_groups(layout)
+
+
+def _store(address: str, rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """Where the ranks meet. Rank 0 listens at that address alone; torch itself would listen on every interface."""
+    host, _, port = address.rpartition(":")
+    listener = None
+    if rank == 0:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, int(port)), family=family, backlog=1024).detach()
+    return dist.TCPStore(host, int(port), world, rank == 0, timeout, master_listen_fd=listener)
 
 
 def _lay_groups(layout: ParallelConfig) -> None:

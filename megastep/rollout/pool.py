@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megastep import secrets
 from megastep.rollout.agent import Agent
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env
@@ -53,7 +54,11 @@ class Pool:
 
     async def play(self, prompt: Prompt, index: int) -> Trajectory:
         session = f"{self.label}/{prompt.id}/{index}"
-        return await self.agent.play(lambda: self.env(prompt.row, **self.options), prompt.id, index, session)
+        trajectory = await self.agent.play(
+            lambda: self.env(prompt.row, **secrets.resolved(self.options)), prompt.id, index, session
+        )
+        trajectory.env_metrics = secrets.hidden(trajectory.env_metrics, secrets.values_of(self.options))
+        return trajectory
 
 
 def refuse_all_failed(groups: list[Group]) -> None:

@@ -101,12 +101,13 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total = size = 0
+    mode = _mode_of_new_files(folder)
 
     def flush():
         nonlocal size
         file = folder / f"shard-{len(shards)}"
         save_file(pending, file, metadata={"format": "pt"})
-        file.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner can read
+        file.chmod(mode)  # safetensors makes files that only their owner can read
         shards.append(list(pending))
         pending.clear()
         size = 0
@@ -144,8 +145,10 @@ def copy_companions(source: str | Path, destination: Path) -> None:
             shutil.copy2(file, destination / file.name)
 
 
-def _umask() -> int:
-    """There is no way to read it without setting it."""
-    current = os.umask(0)
-    os.umask(current)
-    return current
+def _mode_of_new_files(folder: Path) -> int:
+    """Asked by making one: the umask itself can be read only by setting it, for all threads."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    return mode

@@ -10,6 +10,7 @@ of one that it has read, which is a part of the parameter.
 """
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -27,6 +30,7 @@ from megastep.architecture import Architecture, read_architecture
 from megastep.config import PolicyConfig
 from megastep.policy import checkpoint, manifest, parallel
 from megastep.policy.model import build_model
+from megastep.policy.unpickle import CheckedReader, first_line, refuse_code
 from megastep.sync.convert import Row, from_megatron, refuse_other_shape, rows_of, to_megatron
 from megastep.sync.hf_files import HFReader, copy_companions, write_shards, written_beside
 from megastep.sync.live import global_name
@@ -56,8 +60,10 @@ def export_hf(
     source: str | Path, destination: str | Path, shard_bytes: int, progress: Progress = lambda n: None
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder, with the config and tokenizer kept beside them."""
-    manifest.read_manifest(source)
+    described = manifest.read_manifest(source)
     arch = read_architecture(Path(source) / manifest.HF)
+    refuse_code(source)
+    manifest.refuse_damaged(source, described, manifest.data_files(described))
     with written_beside(destination) as folder, parallel.alone():
         copy_companions(Path(source) / manifest.HF, folder)
         write_shards(folder, _stored_tensors(source, arch, progress), shard_bytes)
@@ -78,6 +84,7 @@ def _stream(folder: Path, planner: "_StreamingPlanner") -> None:
     Each file is planned as if another rank wrote it.
     """
     writer = dcp.FileSystemWriter(folder, thread_count=1)
+    writer.storage_meta = StorageMeta  # an empty one: the folder's name here and now is nobody's business
     writer.set_up_storage_writer(is_coordinator=True)
     plans, metadata = planner.create_global_plan([SavePlan(items) for items in planner.files()])
     results = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
@@ -158,13 +165,20 @@ def _write_item(piece: ShardedTensor, dtype: torch.dtype) -> WriteItem:
 
 def _stored_tensors(source: str | Path, arch: Architecture, progress: Progress) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor of a checkpoint, read parameter by parameter."""
-    reader = dcp.FileSystemReader(source)
+    reader = CheckedReader(source)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     for row, sharded in _sharded_parameters(arch).items():
-        key = _pieces(sharded, sharded.data)[0].key
+        for piece in _pieces(sharded, sharded.data):
+            key = piece.key
+            stored = metadata.state_dict_metadata.get(key)
+            if not isinstance(stored, TensorStorageMetadata) or stored.size != torch.Size(piece.global_shape):
+                raise manifest.CheckpointError(f"{source}: {key} is not there, or not of shape {piece.global_shape}")
         data = torch.empty(sharded.data.shape, dtype=metadata.state_dict_metadata[key].properties.dtype)
-        reader.read_data(*_read_plan(_pieces(sharded, data), metadata))
+        try:
+            reader.read_data(*_read_plan(_pieces(sharded, data), metadata))
+        except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
+            raise manifest.CheckpointError(f"{source}: {key}: not readable: {first_line(error)}") from error
         yield from from_megatron(row, [data], arch)
         progress(1)
 

@@ -1,6 +1,7 @@
 """curves.png: the few numbers that tell how a run goes, each over the steps.
 
-A panel without a value is left out, and so is the whole picture while there is one step only: a dot is no curve. A value that is no number leaves a gap and a red line where it was.
+A panel without a value is left out, and so is the whole picture while there is one step only: a dot is no curve. A
+value that is no number, or none that can be drawn, leaves a gap and a red line where it was.
 """
 
 import math
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from io import BytesIO
 
 COLUMNS = 4
+DRAWABLE = 1e100  # the length of an axis must be a float, and its square too
 FEW_POINTS = 40  # up to these, each is marked
 COLOURS = ("#1f5fa8", "#d9730d", "#2f8f4e", "#8a4fb0", "#b03a48", "#6b7280")
 
@@ -37,7 +39,14 @@ PANELS = (
 def series(rows: list[dict], name: str) -> Series:
     """The values of a metric; one that is no number at all, such as a null, is not there."""
     found = [(row["step"], row.get(name)) for row in rows]
-    return [(step, float(value)) for step, value in found if isinstance(value, (bool, int, float))]
+    return [(step, _float(value)) for step, value in found if isinstance(value, (bool, int, float))]
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # JSON's whole numbers have no bound
+        return math.inf if value > 0 else -math.inf
 
 
 def draw(rows: list[dict]) -> bytes | None:
@@ -75,7 +84,7 @@ def _draw_panel(axes, panel: Panel, lines: dict[str, Series]) -> None:
 
     for i, (label, points) in enumerate(lines.items()):
         steps = [step for step, _ in points]
-        values = [value if math.isfinite(value) else math.nan for _, value in points]
+        values = [value if abs(value) <= DRAWABLE else math.nan for _, value in points]
         marker = "o" if len(points) <= FEW_POINTS else None
         colour = COLOURS[i % len(COLOURS)]
         axes.plot(steps, values, label=label, color=colour, linewidth=1.4, marker=marker, markersize=3)

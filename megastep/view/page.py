@@ -79,9 +79,10 @@ def _curves(png: bytes | None) -> list[str]:
 
 
 def setting(config: dict, section: str, key: str):
-    """Of a config that may be incomplete."""
+    """Of a config that may be incomplete, or hold anything."""
     found = config.get(section)
-    return found.get(key) if isinstance(found, dict) else None
+    value = found.get(key) if isinstance(found, dict) else None
+    return value if isinstance(value, (str, int, float)) else None
 
 
 def _facts(config: dict, rows: list[dict]) -> str:

@@ -225,7 +225,7 @@ def test_d5_the_manifest_trains_with_a_config_that_loads(manifest):
 
 
 def test_d5_the_manifest_has_the_version_of_ray_that_is_pinned(manifest):
-    pins = (ROOT / "launch" / "requirements-cpu.txt").read_text().splitlines()
+    pins = (ROOT / "launch" / "requirements-cpu.txt").read_text().replace(" \\", "").splitlines()
     assert f"ray=={manifest[1]['rayClusterSpec']['rayVersion']}" in pins
     assert f'"ray[default]=={manifest[1]["rayClusterSpec"]["rayVersion"]}"' in (ROOT / "pyproject.toml").read_text()
 

@@ -9,6 +9,7 @@ import pytest
 
 from megastep.policy.manifest import CheckpointError, read_manifest
 from tests import cases
+from tests.payloads import plant
 
 TP2, PP2, EP2 = dict(tensor=2), dict(pipeline=2), dict(expert=2)
 
@@ -89,6 +90,28 @@ def test_checkpoint_with_a_missing_file_is_refused(copy):
     victim.unlink()
     with pytest.raises(CheckpointError, match=f"{victim}: missing"):
         read_manifest(copy)
+
+
+@pytest.mark.parametrize("where", ["tensor", "object", ".metadata", "common.pt"])
+def test_code_in_a_checkpoint_is_never_run(where, copy, saved, ranks, tmp_path):
+    """A rank reads what the driver has looked at again, and the tensors, which the driver has not."""
+    marker = tmp_path / "marker"
+    plant(copy, where, marker)
+    (error,) = ranks(1).run(cases.loading_error, folder=saved[0], layout={}, checkpoint=copy)
+    if where == "object":  # another layout has no use for the random state
+        assert error == "loaded"
+        error = ranks(2).run(cases.loading_error, folder=saved[0], layout=TP2, checkpoint=copy)[0]
+    assert error.startswith(f"{copy}") and "not readable" in error and len(error.splitlines()) == 1
+    assert not marker.exists()
+
+
+def test_a_flipped_bit_in_a_tensor_is_refused_by_all_ranks(copy, saved, ranks):
+    victim = sorted(copy.glob("*.distcp"))[0]
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    for error in ranks(2).run(cases.loading_error, folder=saved[0], layout=TP2, checkpoint=copy):
+        assert f"{victim}: damaged" in error
 
 
 def test_foreign_folder_is_refused(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -133,6 +134,19 @@ def test_megastep_import_and_export_are_the_tool(models, tmp_path, monkeypatch):
     assert all(torch.equal(source(name), exported(name)) for name in source.file_of)
     assert len(set(exported.file_of.values())) > 1
     assert cli.main(["export", "nowhere", "out"]) == 2
+
+
+def test_the_umask_is_obeyed_and_never_changed(tmp_path, monkeypatch):
+    """Other threads make files meanwhile."""
+    before = os.umask(0o027)
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was set"))
+    try:
+        write_shards(tmp_path, [("a", torch.zeros(2))], 100)
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o640
 
 
 def test_wrong_shape_is_found_before_anything_is_written(models, tmp_path):

@@ -1,0 +1,254 @@
+"""Checkpoints, origin.json and run directories from elsewhere: refused by name before any process starts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megastep.architecture import read_architecture
+from megastep.policy.loop_state import LoopState
+from megastep.policy.manifest import MANIFEST
+from tests.bad_input.harness import CONFIG, Accepted, check_lines, refused, run
+from tests.payloads import plant, seal_again
+from tests.sync.test_offline import convert
+
+MODEL = Path("configs/models/chase")
+DEEP = "[" * 100_000 + "]" * 100_000
+OTHER_FILES = ("loop.json", "metadata.json", "ready.safetensors", "hf/config.json")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A checkpoint of the model of CONFIG after step 3."""
+    import torch
+
+    from megastep.sync.convert import rows_of
+    from megastep.sync.hf_files import write_shards
+    from megastep.sync.offline import import_hf
+
+    root = tmp_path_factory.mktemp("whole")
+    source = shutil.copytree(MODEL, root / "hf")
+    rows = rows_of(read_architecture(source))
+    write_shards(source, ((name, torch.zeros(shape)) for row in rows.values() for name, shape in row.hf), 1 << 30)
+    import_hf(source, root / "step_3")
+    LoopState(step=3).write(root / "step_3")
+    seal_again(root / "step_3")
+    return root / "step_3"
+
+
+@pytest.fixture
+def copy(whole, tmp_path) -> Path:
+    return shutil.copytree(whole, tmp_path / "step_3")
+
+
+def resume(checkpoint: Path) -> tuple[str, ...]:
+    return "train", CONFIG, f"run.dir={checkpoint.parent / 'runs'}", f"run.resume={checkpoint}"
+
+
+def play(checkpoint: Path) -> tuple[str, ...]:
+    """The same checks of the folder; the loop's state is not needed, nor data and tokenizer before it."""
+    return "eval", CONFIG, f"run.dir={checkpoint.parent / 'runs'}", f"run.resume={checkpoint}"
+
+
+def export_refused(checkpoint: Path, names: str) -> None:
+    done = convert("export", checkpoint, checkpoint.parent / "exported")
+    lines = [line for line in done.stderr.splitlines() if line and not line.startswith("export:")]  # the bar
+    assert done.returncode == 2, done.stderr
+    check_lines(lines, names)
+    assert len(lines) == 1 and not list(checkpoint.parent.glob("exported*"))
+
+
+def test_the_checkpoint_itself_is_accepted(copy):
+    """Else the cases below would prove nothing."""
+    with pytest.raises(Accepted):
+        run(*resume(copy))
+    assert convert("export", copy, copy.parent / "exported").returncode == 0
+
+
+@pytest.mark.parametrize("where", [".metadata", "common.pt", MANIFEST, *OTHER_FILES])
+def test_code_in_a_checkpoint_is_never_run(where, copy, tmp_path):
+    """By whoever reads it, though sizes and hashes fit."""
+    marker = tmp_path / "marker"
+    plant(copy, where, marker)
+    if where != "hf/config.json":  # resuming uses that of model.path
+        refused(*resume(copy), names=str(copy))
+    if where not in ("loop.json", "ready.safetensors"):  # an export has no use for these
+        export_refused(copy, str(copy))
+    assert not marker.exists()
+
+
+def test_code_in_a_tensor_is_never_run(copy, tmp_path):
+    """Ranks read tensors; see tests/policy/test_checkpoint.py for those."""
+    marker = tmp_path / "marker"
+    plant(copy, "tensor", marker)
+    export_refused(copy, str(copy))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("file", [".metadata", "common.pt", "metadata.json", "loop.json", "hf/tokenizer.json"])
+def test_a_flipped_bit_is_found(file, copy):
+    content = bytearray((copy / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (copy / file).write_bytes(content)
+    refused(*resume(copy), names=f"{copy / file}: damaged")
+    export_refused(copy, f"{copy / file}: damaged")
+
+
+def test_a_flipped_bit_in_a_tensor_is_found(copy):
+    (file,) = copy.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    export_refused(copy, f"{file}: damaged")
+
+
+def rewrite(path: Path, **entries) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+MANIFESTS = {
+    "format": [None, "2", 2.5, True, -1, 0, 1, 99, 10**30, [2], {}],
+    "step": [None, "3", 3.5, True, [], {}],
+    "model": [None, "qwen", 3, [], {}, {"hidden_size": "x"}, {"hidden_size": 128}],
+    "layout": [3, "tp2", [], True],
+    "with_optimizer": [None, "yes", 1, []],
+    "optimizer_steps": [None, "1", 1.5, []],
+    "files": [None, 3, "all", [], ["a"], {"a": 3}, {"a": None}, {"a": {}}, {"../a": {"bytes": 1, "sha256": ""}},
+              {"/etc/passwd": {"bytes": 1, "sha256": ""}}, {"a": {"bytes": "1", "sha256": ""}},
+              {"a": {"bytes": 1, "sha256": 1}}, {"": {"bytes": 1, "sha256": ""}}, {"a\0b": {"bytes": 1, "sha256": ""}}],
+}
+
+
+@pytest.mark.parametrize("key, value", [(key, value) for key, values in MANIFESTS.items() for value in values], ids=str)
+def test_a_manifest_of_other_types_is_refused(key, value, copy):
+    rewrite(copy / MANIFEST, **{key: value})
+    (line,) = refused(*play(copy), names=str(copy))
+    assert str(key) in line or "format" in line or "missing" in line
+
+
+@pytest.mark.parametrize("key", ["format", "step", "model", "layout", "with_optimizer", "files"])
+def test_a_manifest_without_an_entry_is_refused(key, copy):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    del manifest[key]
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    refused(*play(copy), names=f"{copy / MANIFEST}: {key}")
+
+
+TEXTS = ["", "{", "[]", "3", "null", '"x"', DEEP, '{"a":' * 5000 + "1" + "}" * 5000, "\0\0", '{"step": ' + "9" * 5000 + "}"]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:12] or "empty")
+@pytest.mark.parametrize("file", [MANIFEST, "loop.json", "metadata.json"])
+def test_a_file_that_is_no_json_object_is_refused(file, text, copy):
+    (copy / file).write_text(text)
+    if file != MANIFEST:
+        seal_again(copy)
+    refused(*(resume if file == "loop.json" else play)(copy), names=str(copy / file))
+
+
+@pytest.mark.parametrize("file", [MANIFEST, "loop.json", "metadata.json", "../origin.json"])
+def test_bytes_that_are_no_text_are_refused(file, copy):
+    folder = copy.parent / "runs" / "r"
+    folder.mkdir(parents=True)
+    path = folder / "origin.json" if "origin" in file else copy / file
+    path.write_bytes(b"\xff\xfe\x80{")
+    if file not in (MANIFEST, "../origin.json"):
+        seal_again(copy)
+    refused(*resume(copy), "run.name=r", names=str(path))
+
+
+LOOPS = {
+    "step": [None, "3", 3.5, True, -1, []],
+    "position": [None, 3, [], {"row": "x"}, {"row": 1.5}],
+    "unfinished": [None, 3, {}, ["x"], [None], [[1]]],
+    "ready_begun": [None, {}, ["x"]],
+    "pushed": [None, 3, ["x"], [1.5]],
+    "evaluates": [None, 1, "yes"],
+    "surplus": [1],
+}
+
+
+@pytest.mark.parametrize("key, value", [(key, value) for key, values in LOOPS.items() for value in values], ids=str)
+def test_a_loop_state_of_other_types_is_refused(key, value, copy):
+    rewrite(copy / "loop.json", **{key: value})
+    seal_again(copy)
+    refused(*resume(copy), names=f"{copy / 'loop.json'}: ")
+
+
+ORIGINS = ["", "[]", "3", "null", DEEP, "{}", '{"checkpoint": 3, "reference": null}', '{"checkpoint": "a"}',
+           '{"checkpoint": null, "reference": null}', '{"checkpoint": "a", "reference": [1]}']
+
+
+@pytest.mark.parametrize("text", ORIGINS, ids=lambda text: text[:40] or "empty")
+def test_an_origin_of_other_types_is_refused(text, tmp_path):
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "origin.json").write_text(text)
+    refused("train", CONFIG, f"run.dir={tmp_path}", "run.name=r", names=str(folder / "origin.json"))
+
+
+@pytest.mark.parametrize("files, names", [
+    ([".metadata"], ".metadata: missing"), (["common.pt"], "common.pt: missing"), ([MANIFEST], "no megastep.json"),
+])
+def test_a_missing_file_is_named(files, names, copy):
+    for file in files:
+        (copy / file).unlink()
+    refused(*play(copy), names=names)
+
+
+def metadata_with(copy: Path, change) -> None:
+    import pickle
+
+    found = pickle.loads((copy / ".metadata").read_bytes())
+    (copy / ".metadata").write_bytes(pickle.dumps(change(found) or found))
+    seal_again(copy)
+
+
+def lead_outside(found):
+    for place in found.storage_data.values():
+        place.relative_path = "../../elsewhere.distcp"
+
+
+def lie_about_offsets(found):
+    for place in found.storage_data.values():
+        place.offset = 1 << 60
+
+
+def drop_descriptions(found):
+    found.state_dict_metadata.clear()
+
+
+def make_shapes_strings(found):
+    for stored in found.state_dict_metadata.values():
+        stored.size = "large"
+
+
+@pytest.mark.parametrize("change", [
+    lead_outside, lie_about_offsets, drop_descriptions, make_shapes_strings, lambda found: [1, 2],
+    lambda found: found.storage_data, lambda found: "metadata",
+], ids=lambda change: change.__name__)
+def test_metadata_that_misleads_is_refused(change, copy):
+    metadata_with(copy, change)
+    refused(*play(copy), names=f"{copy / '.metadata'}: ")
+    export_refused(copy, f"{copy / '.metadata'}: ")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, 1000])
+def test_metadata_that_is_cut_off_is_refused(cut, copy):
+    (copy / ".metadata").write_bytes((copy / ".metadata").read_bytes()[:cut])
+    seal_again(copy)
+    refused(*play(copy), names=f"{copy / '.metadata'}: ")
+
+
+def test_code_beside_a_model_is_not_imported(tmp_path):
+    """Whatever config.json and tokenizer_config.json ask for."""
+    from megastep.rollout.renderer import load_tokenizer
+
+    folder, marker = shutil.copytree(MODEL, tmp_path / "model"), tmp_path / "marker"
+    (folder / "own.py").write_text(f"import os; os.mkdir({str(marker)!r})\nclass Own: pass\n")
+    rewrite(folder / "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
+    rewrite(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", "own.Own"]}, tokenizer_class="Own")
+    read_architecture(folder)
+    load_tokenizer(folder)
+    assert not marker.exists()

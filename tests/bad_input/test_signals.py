@@ -1,0 +1,52 @@
+"""SIGTERM and SIGINT at any moment: exit code 75 or 130 and one true line; real processes, really signalled."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import descendants, ray_folders, wait_for
+from tests.runs import BARE, begin, left, megastep
+
+WORDS = {signal.SIGTERM: ("stopped", 75), signal.SIGINT: ("interrupted", 130)}
+both = pytest.mark.parametrize("number", WORDS, ids=lambda number: number.name)
+
+
+def takes_signals(pid: int) -> bool:
+    """SIGTERM has a handler: Python's own beginning is over."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+def ends_well(process, number: signal.Signals) -> str:
+    """The one line."""
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=90)
+    word, code = WORDS[number]
+    lines = [line for line in errors.splitlines() if line]
+    assert process.returncode == code, (process.returncode, errors)
+    assert len(lines) == 1 and lines[0].startswith(word), errors
+    return lines[0]
+
+
+@both
+@pytest.mark.parametrize("delay_s", [0.0, 0.5, 2.0], ids=lambda seconds: f"after {seconds} s")
+def test_a_signal_in_the_first_seconds(number, delay_s, tmp_path):
+    """While Python imports, or reads the config and the data: nothing has started, and nothing is said of a checkpoint."""
+    process = begin(megastep("train", tmp_path, "r", *BARE))
+    wait_for(lambda: takes_signals(process.pid))
+    time.sleep(delay_s)
+    assert ends_well(process, number) == f"{WORDS[number][0]} before anything was started"
+
+
+@both
+def test_a_signal_while_ray_starts(number, tmp_path):
+    """Its processes are there, and it has not answered yet: they end too."""
+    process = begin(megastep("train", tmp_path, "r", *BARE))
+    wait_for(lambda: any("gcs_server" in line for line in left(descendants(process.pid))))
+    folders = wait_for(lambda: ray_folders(descendants(process.pid)))
+    line = ends_well(process, number)
+    assert line == f"{WORDS[number][0]}; no checkpoint was written yet"
+    assert not any(Path(folder).exists() for folder in folders)
