@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+from megastep import stopping
 
 def add_commands(commands) -> None:
     """`import` and `export`, as subcommands of an argparse parser."""
@@ -51,9 +52,12 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         print(f"error: {error.filename or args.destination}: {error.strerror}", file=sys.stderr)
         return 1
+    except stopping.Stopped:
+        print("stopped; nothing was left behind", file=sys.stderr)
+        return stopping.EXIT_CODE
     except KeyboardInterrupt:
         print("interrupted; nothing was left behind", file=sys.stderr)
-        return 130
+        return stopping.INTERRUPTED
     return 0
 
 
@@ -65,6 +69,7 @@ def _convert(args: argparse.Namespace) -> None:
     from megastep.sync import offline
     from megastep.sync.hf_files import refuse_non_empty
 
+    stopping.has_started()  # there will be files to remove
     refuse_non_empty(args.destination)
     config = args.source
     if args.direction == "export":

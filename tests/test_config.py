@@ -112,6 +112,7 @@ def test_a_link_in_a_path_is_followed_as_the_file_system_does(tmp_path):
 
 def test_the_kept_config_reads_back_from_anywhere(tmp_path, monkeypatch):
     """With what the command line gave relative to the working directory, and with what is no path as it was."""
+    monkeypatch.setenv("KEY", "value")
     config = load(LOCAL, ["data.train=rows.jsonl", "run.resume=runs/x/checkpoints/step_1", "run.name=a b",
                           "env.options={key: '${env:KEY}', odd: '???', number: '1e-3', deep: {1: [null, true]}}"])
     (tmp_path / "config.yaml").write_text(to_yaml(config))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megastep import secrets
+from megastep import paths, secrets
 from megastep.config import ConfigError, load, to_yaml
 from megastep.report import MetricsLog, _wandb_id
 from megastep.rollout.data import Prompt
@@ -44,7 +44,7 @@ def test_what_is_written_can_be_run_again(tmp_path):
     Run.find(given, "r").create(given)
     written = tmp_path / "r" / "config.yaml"
     assert SECRET not in written.read_text() and written.stat().st_mode & 0o777 == 0o600
-    assert load(written) == given
+    assert load(written) == paths.absolute(given)
 
 
 def test_an_environment_gets_the_value_and_its_errors_are_kept_free_of_it():

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -161,3 +162,18 @@ def test_wrong_shape_is_found_before_anything_is_written(models, tmp_path):
     done = convert("import", folder, tmp_path / "ckpt")
     assert done.returncode == 2 and "error: tensor lm_head.weight has shape [3, 3]" in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize("number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, "stopped")])
+def test_a_signal_leaves_nothing_behind(number, code, word, models, tmp_path, monkeypatch, capsys):
+    """In the middle of the weights, in a command that listens to signals as `megastep` does."""
+    from megastep.sync import offline
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), number)
+        return read(*arguments)
+
+    read = offline.HFReader.__call__
+    monkeypatch.setattr(offline.HFReader, "__call__", signalled)
+    assert cli.main(["import", str(models("llama")[0]), str(tmp_path / "ckpt")]) == code
+    assert f"{word}; nothing was left behind" in capsys.readouterr().err and not list(tmp_path.iterdir())
