@@ -302,6 +302,16 @@ def test_a4_a_file_that_teaches_nothing(tmp_path, rewards, estimator):
     assert f"under credit.estimator = {estimator} all of their advantages are 0" in line
 
 
+def test_a_file_without_a_trajectory_to_train_on(tmp_path):
+    write(tmp_path / "f", [])
+    replay(tmp_path / "f", names="nothing to train on: no trajectories")
+    groups = rollouts()
+    for trajectory in (t for g in groups for t in g.trajectories):
+        trajectory.stop_reason = "env_timeout"
+    write(tmp_path / "f", groups)
+    replay(tmp_path / "f", names="nothing to train on: all 4 trajectories are dropped, the first because of env_timeout")
+
+
 def test_a4_prompts_that_teach_nothing_are_counted(tmp_path, capsys):
     groups = rollouts()
     groups[1].trajectories.pop()
