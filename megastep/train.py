@@ -104,6 +104,10 @@ def read_batches(config: Config, path: Path) -> list[tuple[list[Group], list[Gro
             raise store.StoreError(f"{path}: {error}") from None
         batches.append((batch, kept, dropped, len(teaching)))
     kept = [group for _, left, _, _ in batches for group in left]
+    if not kept:
+        why = [gone.reason for _, _, dropped, _ in batches for gone in dropped]
+        told = f"all {len(why)} trajectories are dropped, the first because of {why[0]}" if why else "no trajectories"
+        raise store.StoreError(f"{path}: nothing to train on: {told}")
     try:
         validate(kept, *model_limits(config))
     except RolloutError as error:

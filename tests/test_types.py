@@ -102,6 +102,17 @@ def test_a7_experts_are_left_out_as_far_as_tokens_repeat_an_earlier_step(prompt,
                            f"recorded {known} tokens of its prompt")
 
 
+@pytest.mark.parametrize("start, passes", [(2, True), (3, False), (4, False)])
+def test_a7_tokens_behind_a_gap_do_not_count(start, passes):
+    """The last token of the earlier prompt is gone: what follows is the same, and has other experts."""
+    made = two_steps((1, 2, 3, 4, 5), start, first=(1, 2, 9))
+    made.trajectories[1].steps[0].routing = routing(4)
+    if passes:
+        validate([made])
+    else:
+        assert problems(made)[0].endswith("earlier steps have recorded 2 tokens of its prompt")
+
+
 def test_a7_any_earlier_step_may_have_them():
     """The third step goes on from the first; the second is another context."""
     first, second = two_steps((7, 8), 0).trajectories[1].steps

@@ -88,7 +88,7 @@ def _teaches(group: Group, advantages: list[np.ndarray]) -> bool:
 
 def _why_degenerate(group: Group) -> str:
     rewards, sizes = credit.outcomes(group)
-    if len(rewards) == 1:
+    if len(rewards) < 2:
         return "one trajectory, none to compare it with"
     if credit.degenerate(rewards, sizes):
         return f"all {len(rewards)} trajectories have reward {rewards[0]:g}"

@@ -117,10 +117,9 @@ def test_a_file_of_another_kind(tmp_path, content):
 def test_what_is_not_a_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     os.symlink("loop", tmp_path / "loop")
-    for path in (tmp_path / "none", tmp_path, tmp_path / "pipe", tmp_path / "loop", tmp_path / ("x" * 300)):
-        with pytest.raises(StoreError, match="cannot be read"):
-            read(path)
-    replay(tmp_path / "pipe", names="not a file")
+    for path in (tmp_path / "none", tmp_path, tmp_path / "loop", tmp_path / ("x" * 300)):
+        unreadable(path, names="cannot be read")
+    replay(tmp_path / "pipe", names="not a file")  # under a time limit
     replay(tmp_path / "none", names="No such file")
 
 
@@ -303,6 +302,16 @@ def test_a4_a_file_that_teaches_nothing(tmp_path, rewards, estimator):
     assert f"under credit.estimator = {estimator} all of their advantages are 0" in line
 
 
+def test_a_file_without_a_trajectory_to_train_on(tmp_path):
+    write(tmp_path / "f", [])
+    replay(tmp_path / "f", names="nothing to train on: no trajectories")
+    groups = rollouts()
+    for trajectory in (t for g in groups for t in g.trajectories):
+        trajectory.stop_reason = "env_timeout"
+    write(tmp_path / "f", groups)
+    replay(tmp_path / "f", names="nothing to train on: all 4 trajectories are dropped, the first because of env_timeout")
+
+
 def test_a4_prompts_that_teach_nothing_are_counted(tmp_path, capsys):
     groups = rollouts()
     groups[1].trajectories.pop()
@@ -318,8 +327,8 @@ def test_rewards_that_the_estimator_refuses(tmp_path):
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "grpo_nostd", "rloo", "maxrl", "step_returns", "gigpo"])
-def test_a4_one_sample_per_prompt_is_refused_by_train(estimator):
-    given = ("rollout.samples=1", f"credit.estimator={estimator}")
+def test_a4_one_sample_per_prompt_is_refused_by_train(estimator, tmp_path):
+    given = ("rollout.samples=1", f"credit.estimator={estimator}", "run.wandb=disabled", f"run.dir={tmp_path}")
     (line,) = refused("train", CONFIG, *given, names="rollout.samples = 1")
     assert estimator in line and "must be 2 or more" in line
 

@@ -4,6 +4,7 @@ import pytest
 from megastep.samples import make_samples
 from megastep.samples.credit import OUTCOME, STEPWISE
 from megastep.samples.filters import Dropped, failed, finite_rewards, over_long, zero_variance
+from megastep.types import Group
 
 from .rollouts import group_of, trajectory
 
@@ -23,6 +24,10 @@ def test_x5_zero_variance_looks_at_trajectories_not_at_steps():
     assert dropped[0] == Dropped(0, 0, "all 2 trajectories have reward 1")
     assert dropped[2] == Dropped(2, 0, "one trajectory, none to compare it with")
     assert [(d.group, d.trajectory) for d in dropped] == [(0, 0), (0, 1), (2, 0)]
+
+
+def test_a_group_without_trajectories_is_dropped():
+    assert zero_variance([Group(0, [])], "grpo") == ([], [])
 
 
 def test_x5_rewards_spread_over_steps_are_summed():
