@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megastep.rollout.env import Env, EnvError, Outcome, in_thread
+from megastep.rollout.env import Env, EnvError, Outcome, in_thread, plain
 
 
 class SkyRL(Env):
@@ -56,7 +56,7 @@ class SkyRL(Env):
 
 def _is_json(value: Any) -> bool:
     try:
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, allow_nan=False, default=plain)
     except (TypeError, ValueError):
         return False
     return True

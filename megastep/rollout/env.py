@@ -265,7 +265,7 @@ def _checked_state(state: Any) -> int | None:
 
 def _checked_metrics(metrics: Any) -> dict[str, Any]:
     try:
-        text = json.dumps(dict(metrics), allow_nan=False, default=_plain)
+        text = json.dumps(dict(metrics), allow_nan=False, default=plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvError(f"step() returned the metrics {_short(metrics)}: {one_line(error)}") from None
     if len(text) > METRICS_CHARACTERS:
@@ -282,7 +282,7 @@ def _checked_metrics(metrics: Any) -> dict[str, Any]:
     return metrics
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """numpy's scalars as Python's own, for JSON."""
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         return value.item()

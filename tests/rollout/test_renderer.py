@@ -1,7 +1,9 @@
 """S6: token in, token out; and history rendered as the template has it, thinking dropped where it drops it."""
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from megastep.rollout.renderer import Renderer, RenderError, load_tokenizer
 
@@ -208,6 +210,21 @@ def test_d4_text_without_control_tokens_is_encoded_as_it_was(kind, mode):
         messages = [{"role": "user", "content": text}]
         plain = r.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert r.prompt_ids(messages).tolist() == r.tokenizer.encode(plain, add_special_tokens=False)
+
+
+FUZZED = {(kind, mode): any_renderer(kind, mode) for kind, mode in MODES if kind != "chase"}
+PIECES = st.sampled_from(["<", ">", "|", "<|", "|>", "｜", "im_end", "end", "User", " ", "\n", "a", "é", *chats.ORDINARY["deepseek"],
+                          *(mark for marks in chats.MARKS.values() for mark in marks)])
+
+
+@pytest.mark.parametrize("kind, mode", FUZZED)
+@given(pieces=st.lists(PIECES, max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_d4_no_text_writes_a_control_token(kind, mode, pieces):
+    r, text = FUZZED[kind, mode], "x" + "".join(pieces) + "x"
+    prompts, clean = conversation(r, text, text), conversation(r, "xx", "xx")
+    assert [controls(r, prompt) for prompt in prompts] == [controls(r, prompt) for prompt in clean]
+    assert all(text in shown(r, prompt) for prompt in prompts)
 
 
 def test_d4_a_vocabulary_of_words_reads_an_unknown_one():
