@@ -8,6 +8,7 @@ import torch
 from megastep.learner import Learner
 from megastep.policy.worker import Update
 from megastep.samples.metrics import over_mini_batches
+from megastep.view.meanings import meaning_of
 from tests import cases
 from tests.plain_loop import PlainLearner, Sequence, conflicting_groups
 from tests.policy.updates import steps_of
@@ -70,6 +71,7 @@ def check(folder, ranks, settings: dict) -> None:
         for key, value in over_mini_batches([update["metrics"] for update in expected]).items():
             assert learned[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
         assert learned["train/optimizer_steps"] == 2
+        assert all(meaning_of(key) for key in learned)
 
 
 def compare(mine: dict, theirs: dict) -> None:

@@ -48,6 +48,26 @@ def test_an_engine_that_ray_kills_for_want_of_memory_is_lost(monkeypatch):
         fleet.close()
 
 
+def test_an_engine_that_does_not_start_is_waited_for_as_long_as_the_config_says(monkeypatch):
+    """engine.start_timeout_s"""
+
+    class Handle:
+        def __getattr__(self, method):
+            return self
+
+        async def remote(self, *arguments):
+            await asyncio.sleep(1000)
+
+    monkeypatch.setattr("ray.kill", lambda handle: None)
+    fleet = Fleet(lambda index: Handle(), EngineConfig(start_timeout_s=1))
+    try:
+        starting = asyncio.run_coroutine_threadsafe(fleet._start(), fleet._loop)
+        with pytest.raises(EngineError, match="engine 0 did not start in engine.start_timeout_s = 1"):
+            starting.result(timeout=30)
+    finally:
+        fleet.close()
+
+
 # ---------------------------------------------------------------- real engines
 
 
