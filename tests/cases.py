@@ -278,6 +278,18 @@ def rows_kept(folder, settings: dict) -> set[int]:
     return {call.args[3] for call in prepare.call_args_list}
 
 
+def bucket_sizes(folder, settings: dict) -> list[int]:
+    """Bytes of the buckets in which weights would go through shared memory."""
+    from types import SimpleNamespace
+
+    from megastep.sync.transfer import Sender, ShmRoute
+
+    worker = make_worker(folder, {}, settings)
+    sender = Sender(worker.chunks, worker.arch, worker.config, "shm")
+    nobody = SimpleNamespace(init_weight_transfer_engine=lambda info: None)
+    return [bucket.nbytes for bucket in ShmRoute(sender, nobody).buckets]
+
+
 # ---------------------------------------------------------------- logprobs, replay, trouble
 
 
@@ -374,18 +386,6 @@ def router_loss_gradients(folder, layout: dict) -> list[np.ndarray]:
         router = next(p for n, p in worker.chunks[0].named_parameters() if n.endswith("router.weight"))
         found.append(router.main_grad.numpy().copy())
     return found
-
-
-def bucket_sizes(folder, settings: dict) -> list[int]:
-    """Bytes of the buckets in which weights would go through shared memory."""
-    from types import SimpleNamespace
-
-    from megastep.sync.transfer import Sender, ShmRoute
-
-    worker = make_worker(folder, {}, settings)
-    sender = Sender(worker.chunks, worker.arch, worker.config, "shm")
-    nobody = SimpleNamespace(init_weight_transfer_engine=lambda info: None)
-    return [bucket.nbytes for bucket in ShmRoute(sender, nobody).buckets]
 
 
 def attach_to_fused_router(folder) -> str:
