@@ -286,6 +286,18 @@ def rows_kept(folder, settings: dict) -> set[int]:
     return {call.args[3] for call in prepare.call_args_list}
 
 
+def bucket_sizes(folder, settings: dict) -> list[int]:
+    """Bytes of the buckets in which weights would go through shared memory."""
+    from types import SimpleNamespace
+
+    from megastep.sync.transfer import Sender, ShmRoute
+
+    worker = make_worker(folder, {}, settings)
+    sender = Sender(worker.chunks, worker.arch, worker.config, "shm")
+    nobody = SimpleNamespace(init_weight_transfer_engine=lambda info: None)
+    return [bucket.nbytes for bucket in ShmRoute(sender, nobody).buckets]
+
+
 # ---------------------------------------------------------------- logprobs, replay, trouble
 
 

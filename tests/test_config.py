@@ -11,8 +11,7 @@ import pytest
 
 import megastep
 from megastep import cli, paths
-from megastep.config import Config, ConfigError, load, to_yaml, training_warnings
-from tests.bad_input import harness
+from megastep.config import Config, ConfigError, load, to_yaml
 
 LOCAL = "configs/local.yaml"
 TINY = Path("configs/models/tiny-qwen3-moe/config.json")
@@ -162,35 +161,6 @@ def test_the_correction_follows_from_staleness():
     assert load(LOCAL, ["async.max_staleness=1", "loss.correction=mask"]).policy_loss.correction == "mask"
     (line,) = problems("async.max_staleness=1", "loss.kind=reinforce", "loss.old=rollout")
     assert line.startswith("async.max_staleness = 1.0: loss.kind = reinforce has no ratio that would correct")
-
-
-@pytest.mark.parametrize("kind, low, high", [("ppo_clip", 0.2, 0.2), ("gspo", 3e-4, 4e-4), ("cispo", 1.0, 4.0)])
-def test_clip_bounds_follow_from_the_loss_unless_they_are_given(kind, low, high):
-    """A13"""
-    loss = load(LOCAL, [f"loss.kind={kind}"]).policy_loss
-    assert (loss.clip_low, loss.clip_high) == (low, high)
-    loss = load(LOCAL, [f"loss.kind={kind}", "loss.clip_low=0.3", "loss.clip_high=0.5"]).policy_loss
-    assert (loss.clip_low, loss.clip_high) == (0.3, 0.5)
-
-
-SEVERAL, ONE = "train.mini_batch_prompts=8", "train.mini_batch_prompts=16"
-
-
-@pytest.mark.parametrize("given, start, why", [
-    (["loss.kind=gspo"], "loss.normalize = token: ", "one ratio per model call"),
-    (["loss.kind=gspo", "loss.normalize=step"], None, None),
-    (["loss.kind=ppo_clip", SEVERAL], None, None),
-    (["loss.kind=reinforce", SEVERAL], "train.mini_batch_prompts = 8: ", "has no ratio"),
-    (["loss.kind=reinforce", ONE], None, None),
-])
-def test_what_is_accepted_and_rarely_meant_is_a_warning(given, start, why):
-    """A13: one line at the start of `train`, which goes on."""
-    lines = training_warnings(load(LOCAL, ["rollout.prompts=16", *given]))
-    assert len(lines) == (start is not None)
-    assert all(line.startswith(start) and why in line for line in lines)
-    result = harness.run("train", LOCAL, "rollout.prompts=16", *given, "data.held_out=0")
-    assert result.code == 2  # by what comes after: data.held_out
-    assert [line for line in result.lines if line.startswith("warning: ")] == [f"warning: {line}" for line in lines]
 
 
 def test_shared_gpus_cannot_work_ahead():

@@ -1,0 +1,37 @@
+"""Defaults of `loss` that follow from its kind, and combinations that are accepted with a warning."""
+
+import pytest
+
+from megastep.config import load, training_warnings
+from tests.bad_input import harness
+
+LOCAL = "configs/local.yaml"
+
+
+@pytest.mark.parametrize("kind, low, high", [("ppo_clip", 0.2, 0.2), ("gspo", 3e-4, 4e-4), ("cispo", 1.0, 4.0)])
+def test_clip_bounds_follow_from_the_loss_unless_they_are_given(kind, low, high):
+    """A13"""
+    loss = load(LOCAL, [f"loss.kind={kind}"]).policy_loss
+    assert (loss.clip_low, loss.clip_high) == (low, high)
+    loss = load(LOCAL, [f"loss.kind={kind}", "loss.clip_low=0.3", "loss.clip_high=0.5"]).policy_loss
+    assert (loss.clip_low, loss.clip_high) == (0.3, 0.5)
+
+
+SEVERAL, ONE = "train.mini_batch_prompts=8", "train.mini_batch_prompts=16"
+
+
+@pytest.mark.parametrize("given, start, why", [
+    (["loss.kind=gspo"], "loss.normalize = token: ", "one ratio per model call"),
+    (["loss.kind=gspo", "loss.normalize=step"], None, None),
+    (["loss.kind=ppo_clip", SEVERAL], None, None),
+    (["loss.kind=reinforce", SEVERAL], "train.mini_batch_prompts = 8: ", "has no ratio"),
+    (["loss.kind=reinforce", ONE], None, None),
+])
+def test_what_is_accepted_and_rarely_meant_is_a_warning(given, start, why):
+    """A13: one line at the start of `train`, which goes on."""
+    lines = training_warnings(load(LOCAL, ["rollout.prompts=16", *given]))
+    assert len(lines) == (start is not None)
+    assert all(line.startswith(start) and why in line for line in lines)
+    result = harness.run("train", LOCAL, "rollout.prompts=16", *given, "data.held_out=0", limit_s=120)
+    assert result.code == 2  # by what comes after: data.held_out
+    assert [line for line in result.lines if line.startswith("warning: ")] == [f"warning: {line}" for line in lines]
