@@ -130,7 +130,7 @@ class Cluster:
             )
 
     def _reserve(self) -> None:
-        if self._backend in ("nccl", "ipc") and not self.has_gpu:
+        if self._backend != "shm" and not self.has_gpu:
             raise ClusterError(f"sync.backend = {self._backend}: the cluster has no GPU; use shm, or auto")
         bundles = self._bundles()
         refuse_too_small(bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])

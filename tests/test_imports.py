@@ -5,7 +5,8 @@ from pathlib import Path
 
 # A module may import from its own layer and those before it.
 LAYERS = [
-    ("architecture", "types", "config", "lifetime", "ports", "progress", "stopping"),
+    ("architecture", "types", "yaml_file", "bounds", "paths", "config", "model_folder", "lifetime", "ports", "progress",
+     "stopping"),
     ("samples",),
     ("rollout", "envs", "policy", "sync"),
     ("view",),
