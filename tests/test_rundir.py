@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megastep import cli
 from megastep.architecture import read_architecture
 from megastep.config import load
 from megastep.policy.loop_state import LoopState
 from megastep.policy.manifest import CheckpointError, describe, write_manifest
 from megastep.rundir import Run, RunDirError
+from tests.bad_input.harness import refused
 from tests.processes import alive, descendants
 from tests.runs import LOCAL
 
@@ -109,16 +109,15 @@ def hold(folder: Path, *more: str) -> subprocess.Popen:
     return process
 
 
-def test_a_run_is_one_processs_at_a_time(tmp_path, capsys):
+def test_a_run_is_one_processs_at_a_time(tmp_path):
     """C5: whoever comes second is told who holds the run, and nothing of it is touched; kill -9 lets go of it."""
     folder = tmp_path / "r"
     folder.mkdir()
     holder = hold(folder)
     try:
-        assert cli.main(["train", LOCAL, "warm_start.trajectories=0", f"run.dir={tmp_path}", "run.name=r"]) == 2
-        error = capsys.readouterr().err
-        assert error == (f"error: {folder}: in use by process {holder.pid} on {socket.gethostname()}; wait for it to "
-                         "end, stop it, or give another run.name\n")
+        (line,) = refused("train", LOCAL, "warm_start.trajectories=0", f"run.dir={tmp_path}", "run.name=r")
+        assert line == (f"error: {folder}: in use by process {holder.pid} on {socket.gethostname()}; wait for it to "
+                        "end, stop it, or give another run.name")
         assert [path.name for path in folder.iterdir()] == ["lock"]
     finally:
         holder.kill()
