@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm

@@ -535,18 +535,6 @@ def _error_of(action) -> str:
     return "no error"
 
 
-def bucket_sizes(folder, settings: dict) -> list[int]:
-    """Bytes of the buckets in which weights would go through shared memory."""
-    from types import SimpleNamespace
-
-    from megastep.sync.transfer import Sender, ShmRoute
-
-    worker = make_worker(folder, {}, settings)
-    sender = Sender(worker.chunks, worker.arch, worker.config, "shm")
-    nobody = SimpleNamespace(init_weight_transfer_engine=lambda info: None)
-    return [bucket.nbytes for bucket in ShmRoute(sender, nobody).buckets]
-
-
 def attach_to_fused_router(folder) -> str:
     from megastep.policy import replay
 

@@ -51,7 +51,6 @@ def test_two_batches_equal_a_plain_loop(name, ranks, models):
     check(folder, ranks, {**COMMON, **CASES[name]})
 
 
-@pytest.mark.xfail(strict=True, reason="the first update after the warm-up is already decayed")
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_schedules_equal_a_plain_loop(schedule, ranks, models):
     """A9: the whole rate once the warm-up is over, and a last update that still counts."""
