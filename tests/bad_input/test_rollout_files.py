@@ -66,7 +66,8 @@ def assemble(path, columns: dict, entries: dict | None = None, metadata: dict | 
 
 def replay(path, *settings, names=None) -> str:
     """The line of a refusal, which names the file."""
-    (line,) = refused("replay", CONFIG, "--rollouts", path, f"run.dir={path.parent}/runs", *settings, names=str(path))
+    given = (f"run.dir={path.parent}/runs", "run.wandb=disabled", *settings)
+    (line,) = refused("replay", CONFIG, "--rollouts", path, *given, names=str(path))
     assert names is None or names in line, line
     assert not (path.parent / "runs").exists()
     return line
