@@ -83,11 +83,11 @@ class Agent:
         task = asyncio.create_task(episode.whole())
         try:
             await asyncio.wait([task, episode.late], return_when=asyncio.FIRST_COMPLETED)
+            await _leave_behind_unless_it_ends(task, episode)
         except asyncio.CancelledError:
             task.cancel()
             await _leave_behind_unless_it_ends(task, episode)
             raise
-        await _leave_behind_unless_it_ends(task, episode)
         if task.cancelled():  # by nobody here
             return episode.trajectory(_Stop("env_error", "error", "it cancelled its own task"))
         if task.done():

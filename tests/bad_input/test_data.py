@@ -71,7 +71,7 @@ def test_c1_lines(name, tmp_path):
 
 
 @pytest.mark.parametrize("content, rows", [
-    (b"\xef\xbb\xbf" + GOOD, 1), (GOOD.replace(b"\n", b"\r\n") * 2, 2), (b"\n\n" + GOOD + b"  \n\t\n", 1),
+    (b"\xef\xbb\xbf" + GOOD, 1), (b"\xef\xbb\xbf\n" + GOOD, 1), (GOOD.replace(b"\n", b"\r\n") * 2, 2), (b"\n\n" + GOOD + b"  \n\t\n", 1),
     (b'{"secret": 1, "note": "a\xe2\x80\xa8b\xe2\x80\xa9c\xc2\x85d"}\n', 1), (GOOD.strip(), 1),
     (b'{"secret": 1, "note": "\\ud83d\\ude00"}\n', 1), (b'{"secret": 1, "note": "\\\\ud800"}\n', 1),
 ])

@@ -335,7 +335,9 @@ def test_c1_what_cannot_be_rendered_marks_the_episode(messages, mode):
     trajectory, script, _ = play(Start(), mode=mode)
     assert (trajectory.steps, trajectory.stop_reason, script.calls) == ([], "env_error", [])
     assert "\n" not in trajectory.env_metrics["error"] and trajectory.env_metrics["error"].encode()
-    if messages:
+    if not messages:
+        assert trajectory.env_metrics["error"] == "EnvError: start() returned no messages; the first prompt is needed"
+    else:
         trajectory, _, _ = play(Talk(returns(Outcome(messages))), mode=mode)
         assert trajectory.stop_reason == "env_error" and "lone surrogate" in trajectory.env_metrics["error"]
 
@@ -460,6 +462,33 @@ def test_c11_cancelling_an_episode_ends_although_its_environment_does_not(swallo
     begin = time.monotonic()
     assert asyncio.run(run()) == 1  # it goes no further
     assert time.monotonic() - begin < 5
+
+
+def test_c11_an_episode_that_is_late_can_be_cancelled(monkeypatch):
+    """Between its time limit and its end, too, its environment is closed."""
+    monkeypatch.setattr("megastep.rollout.agent.CLOSE_TIMEOUT_S", 1.0)
+
+    async def slow_to_end():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.3)
+
+    async def run():
+        renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
+        env = Talk(slow_to_end)
+        limits = Limits(8, 200, 40, env_timeout_s=0.05)
+        agent = Agent(chats.Script(renderer, [THINKING]), renderer, limits, Sampling(max_tokens=0))
+        episode = asyncio.create_task(agent.play(lambda: env, 0, 0, "0/0"))
+        while not env.heard:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.15)
+        episode.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await episode
+        return env.closed, len(asyncio.all_tasks())
+
+    assert asyncio.run(run()) == (1, 1)
 
 
 def test_c11_an_environment_that_cancels_itself_marks_its_trajectory():

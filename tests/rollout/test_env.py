@@ -46,6 +46,9 @@ def test_by_entry_point(monkeypatch):
 @pytest.mark.parametrize("name, message", [
     ("chess", "env.name = chess: unknown; one of chase, guess, search, skyrl, sql, or module:Class"),
     ("no.such:Thing", "cannot be imported"),
+    (":", "env.name = :: is not of the form module:Class"),
+    (".x:Y", "env.name = .x:Y: is not of the form module:Class"),
+    (" ", "env.name = ' ': unknown"),
     ("megastep.envs.chase:Nothing", "cannot be imported"),
     ("megastep.envs.chase:target", "target is no class derived from megastep.rollout.env.Env"),
 ])
