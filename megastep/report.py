@@ -139,7 +139,8 @@ def _start_wandb(
         settings=wandb.Settings(silent=True, console="off"),
     )
     if mode == "online":
-        print(f"metrics and config are uploaded to W&B: {run.url or f'project {project}, entity {entity}, id {run.id}'}")
+        place = run.url or f"project {project}, entity {entity}, id {run.id}"
+        print(f"metrics and config are uploaded to W&B: {place}")
     return run
 
 

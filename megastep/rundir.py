@@ -166,7 +166,8 @@ def lock(folder: Path) -> IO[str]:
     except BlockingIOError:
         file.seek(0)
         holder = file.read(200).strip() or "another process"
-        raise RunDirError(f"{folder}: in use by {holder}; wait for it to end, stop it, or give another run.name") from None
+        advice = "wait for it to end, stop it, or give another run.name"
+        raise RunDirError(f"{folder}: in use by {holder}; {advice}") from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

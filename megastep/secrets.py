@@ -4,8 +4,8 @@
       options:
         api_key: ${env:SEARCH_KEY}     the variable SEARCH_KEY of the process that trains
 
-The config keeps the name. `resolved` gives an environment the value when it is constructed. What is written, config.yaml
-and what goes to W&B, passes through `redacted`: values under keys that sound like secrets become `***`.
+The config keeps the name. `resolved` gives an environment the value when it is constructed. What is written,
+config.yaml and what goes to W&B, passes through `redacted`: values under keys that sound like secrets become `***`.
 """
 
 import os

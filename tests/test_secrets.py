@@ -1,4 +1,4 @@
-"""D3: secrets of environments are named in the config, read at use, and written nowhere; nothing is uploaded unasked."""
+"""D3: secrets of environments are named in the config, read at use, written nowhere; nothing is uploaded unasked."""
 
 import asyncio
 import json
@@ -28,7 +28,8 @@ def variable(monkeypatch):
 
 
 def config(*given: str):
-    return load(LOCAL, ["env.options={api_key: '${env:LOOKUP_KEY}', nested: {urls: ['http://h/${env:LOOKUP_KEY}']}}", *given])
+    options = "{api_key: '${env:LOOKUP_KEY}', nested: {urls: ['http://h/${env:LOOKUP_KEY}']}}"
+    return load(LOCAL, [f"env.options={options}", *given])
 
 
 def test_a_variable_is_read_when_the_environment_is_made():
@@ -113,7 +114,8 @@ def test_a_variable_that_is_not_set_is_told_before_anything_starts():
 def test_a_key_alone_uploads_nothing(tmp_path):
     """A real wandb in a process of its own: with WANDB_API_KEY set, files are written and nobody is called."""
     script = (
-        "import sys; from pathlib import Path; from megastep.config import load; from megastep.report import MetricsLog\n"
+        "import sys\nfrom pathlib import Path\nfrom megastep.config import load\n"
+        "from megastep.report import MetricsLog\n"
         f"config = load({LOCAL!r}, ['run.wandb_project=mine', 'env.options.password={SECRET}'])\n"
         "with MetricsLog.of_run(Path(sys.argv[1]), -1, config) as log: log.write(1, {'train/loss': 1.0})"
     )

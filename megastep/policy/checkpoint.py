@@ -36,11 +36,11 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megastep.lifetime import end_with_parent
 from megastep.policy import parallel
 from megastep.policy.loop_state import LoopState
-from megastep.policy.megatron_load import load_state
 from megastep.policy.manifest import (
     DATA, HF, CheckpointError, data_files, describe, hash_files, read_manifest, refuse_damaged, refuse_other_model,
     whole_checkpoints, write_manifest,
 )
+from megastep.policy.megatron_load import load_state
 from megastep.sync.hf_files import copy_companions
 
 _FORMAT_OPTIONS = {

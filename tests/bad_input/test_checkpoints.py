@@ -135,7 +135,8 @@ def test_a_manifest_without_an_entry_is_refused(key, copy):
     refused(*play(copy), names=f"{copy / MANIFEST}: {key}")
 
 
-TEXTS = ["", "{", "[]", "3", "null", '"x"', DEEP, '{"a":' * 5000 + "1" + "}" * 5000, "\0\0", '{"step": ' + "9" * 5000 + "}"]
+TEXTS = ["", "{", "[]", "3", "null", '"x"', DEEP, '{"a":' * 5000 + "1" + "}" * 5000, "\0\0",
+         '{"step": ' + "9" * 5000 + "}"]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:12] or "empty")

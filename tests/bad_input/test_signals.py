@@ -34,7 +34,7 @@ def ends_well(process, number: signal.Signals) -> str:
 @both
 @pytest.mark.parametrize("delay_s", [0.0, 0.5, 2.0], ids=lambda seconds: f"after {seconds} s")
 def test_a_signal_in_the_first_seconds(number, delay_s, tmp_path):
-    """While Python imports, or reads the config and the data: nothing has started, and nothing is said of a checkpoint."""
+    """While Python imports, or reads config and data: nothing has started, and nothing is said of a checkpoint."""
     process = begin(megastep("train", tmp_path, "r", *BARE))
     wait_for(lambda: takes_signals(process.pid))
     time.sleep(delay_s)

@@ -31,7 +31,8 @@ def test_a_config_that_cannot_be_read_is_named(content, folder):
 
 
 @pytest.mark.parametrize("text", [
-    "model: 3", "model: {path: [1, 2]}", "model: {path: {}}", "model: {path: nowhere}", "[]", "3", "train: {steps: [1]}",
+    "model: 3", "model: {path: [1, 2]}", "model: {path: {}}", "model: {path: nowhere}", "[]", "3",
+    "train: {steps: [1]}",
     "train: {steps: .nan}", "model: {path: ''}", "env: {name: [x]}", "loss: {kind: {a: 1}}",
     "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: &d [*c, *c]\ne: &e [*d, *d]\nmodel: {path: [*e, *e]}",
 ])
