@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megastep.types import Group, Step
+from megastep.types import Group, RolloutError, Step
 
 OUTCOME = ("grpo", "grpo_nostd", "rloo", "maxrl")
 STEPWISE = ("step_returns", "gigpo")
@@ -55,9 +55,9 @@ def advantages(group: Group, estimator: str, discount: float = 1.0, step_weight:
     rewards, sizes = outcomes(group)
     for trajectory, reward in zip(group.trajectories, rewards):
         if not np.isfinite(reward):
-            raise ValueError(f"group {group.id}, trajectory {trajectory.index}: reward is {reward}, must be finite")
+            raise RolloutError([f"group {group.id}, trajectory {trajectory.index}: reward is {reward}, must be finite"])
     if estimator == "maxrl" and rewards.min(initial=0) < 0:
-        raise ValueError(f"credit.estimator = maxrl: needs rewards of 0 or more, got {rewards.min()}")
+        raise RolloutError([f"credit.estimator = maxrl: needs rewards of 0 or more, got {rewards.min()} in group {group.id}"])
     if estimator in OUTCOME:
         per_trajectory = _compare(_OUTCOME[estimator], rewards, sizes)
         return [np.full(len(t.steps), a, np.float32) for t, a in zip(group.trajectories, per_trajectory)]

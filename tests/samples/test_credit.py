@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastep.samples.credit import OUTCOME, STEPWISE, advantages, check_estimator, discounted_returns
+from megastep.types import RolloutError
 
 from .rollouts import group_of, trajectory
 
@@ -127,7 +128,7 @@ def test_a_trajectory_without_steps_gets_no_advantage_and_breaks_nothing(estimat
 
 
 def test_maxrl_refuses_negative_rewards():
-    with pytest.raises(ValueError, match="maxrl: needs rewards of 0 or more, got -1.0"):
+    with pytest.raises(RolloutError, match="maxrl: needs rewards of 0 or more, got -1.0"):  # one line, not a traceback
         advantages(outcome(1, -1), "maxrl")
 
 
