@@ -437,7 +437,7 @@ class LocalPolicy:
 
 
 def learn_with_masked(folder, masked: list[list[int]]) -> list[tuple[dict, bool]]:
-    """Batches of two prompts, each a mini-batch, whose `masked` ones were cut off: metrics, and whether weights moved."""
+    """Batches of two prompts, each a mini-batch; `masked` ones were cut off: metrics, and whether weights moved."""
     from megastep.learner import Learner  # brings Ray, which ranks of other tests do not need
     from megastep.train import sift
 

@@ -88,7 +88,8 @@ def test_a10_a_mini_batch_without_a_trained_token_makes_no_step(ranks, models):
             trains, empty, trains_again = result["metrics"]
             assert result["unchanged"] and result["changed_again"] and result["skipped"] is None
             assert result["steps"] == 3
-            assert empty == {"train/lr": pytest.approx(0.75e-3), "train/tokens_trained": 0, "train/empty_mini_batches": 1}
+            assert empty.pop("train/lr") == pytest.approx(0.75e-3)
+            assert empty == {"train/tokens_trained": 0, "train/empty_mini_batches": 1}
             for metrics, lr in ((trains, 1e-3), (trains_again, 0.5e-3)):
                 assert metrics["train/empty_mini_batches"] == 0 and metrics["train/tokens_trained"] > 0
                 assert metrics["train/lr"] == pytest.approx(lr)
@@ -100,7 +101,8 @@ def test_a10_mini_batches_that_are_masked_altogether_are_counted(ranks, models):
     results = ranks(1).run(cases.learn_with_masked, folder=folder, masked=[[], [0, 1], [0]])[0]
     counted = [(m["train/empty_mini_batches"], m["train/optimizer_steps"], moved) for m, moved in results]
     assert counted == [(0, 2, True), (2, 0, False), (1, 1, True)]
-    assert [("train/loss" in m, "train/skipped" in m) for m, _ in results] == [(True, True), (False, False), (True, True)]
+    for name in ("train/loss", "train/skipped"):
+        assert [name in metrics for metrics, _ in results] == [True, False, True]
 
 
 @pytest.mark.parametrize("world, layout", [(2, dict(expert=2)), (2, dict(tensor=2)), (4, dict(pipeline=2, expert=2))])
