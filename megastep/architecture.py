@@ -297,7 +297,8 @@ def _check_rope(entries: _Entries) -> None:
         kind = rope_type(entries.hf)
         if kind not in ROPE_TYPES:
             supported = ", ".join(ROPE_TYPES)
-            raise ArchitectureError(f"{entries.where}: rope type {_short(kind)} is not supported; supported: {supported}")
+            what = f"rope type {_short(kind)} is not supported; supported: {supported}"
+            raise ArchitectureError(f"{entries.where}: {what}")
         for key, value in rope.items():
             if key in ROPE_NUMBERS and value is not None and not (_is_number(value) and 0 < value <= 1e15):
                 raise entries.wrong(f"{name}.{key}", "must be a number above 0")

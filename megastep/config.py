@@ -642,7 +642,8 @@ def _how_to_fetch(folder: str, as_written: Any) -> str:
     if os.path.isdir(folder) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
         return ""
     local = f"models/{name.rpartition('/')[2]}"
-    return f". If it is a name on the Hugging Face hub: `hf download {name} --local-dir {local}`, then model.path={local}"
+    fetch = f"`hf download {name} --local-dir {local}`, then model.path={local}"
+    return f". If it is a name on the Hugging Face hub: {fetch}"
 
 
 _CHOICES = {
@@ -744,7 +745,8 @@ def _check_texts(config: Config, problems: _Problems) -> None:
     name = config.run.name
     if name is not None:
         ok = name.strip() == name and name not in ("", ".", "..") and not set(name) & set("/\\")
-        problems.check(ok and len(name.encode(errors="replace")) <= _MAX_NAME, "run.name", repr(name), "must be the name of one folder, "
+        ok = ok and len(name.encode(errors="replace")) <= _MAX_NAME
+        problems.check(ok, "run.name", repr(name), "must be the name of one folder, "
                        f"without / or \\, not .. and of at most {_MAX_NAME} bytes; run.dir says where it is")
 
 

@@ -126,7 +126,8 @@ def _check_expanded_size(root: yaml.Node) -> None:
             raise YAMLFileError(f"line {_line(node)}: an anchor that holds an alias of itself")
         if id(node) not in sizes:
             inside.add(id(node))
-            parts = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+            is_list = isinstance(node, yaml.SequenceNode)
+            parts = node.value if is_list else [part for pair in node.value for part in pair]
             sizes[id(node)] = 1 + sum(map(size, parts))
             inside.remove(id(node))
         return sizes[id(node)]

@@ -80,5 +80,5 @@ def refuse_small_vocabulary(renderer: Renderer, config: Config) -> None:
     vocab = read_architecture(config.model.path).vocab
     highest = max(renderer.tokenizer.get_vocab().values())
     if highest >= vocab:
-        raise RenderError(f"model.path = {config.model.path}: its tokenizer has token ids up to {highest}, vocab_size in "
-                          f"config.json is {vocab}; the tokenizer is another model's")
+        raise RenderError(f"model.path = {config.model.path}: its tokenizer has token ids up to {highest}, "
+                          f"vocab_size in config.json is {vocab}; the tokenizer is another model's")
