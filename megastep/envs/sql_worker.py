@@ -5,7 +5,7 @@ Started by `sql_pool` as a script of its own, on the standard library alone. A l
     {"database": FILE, "query": SQL, "timeout_s": 5, "max_rows": 20}
     {"rows": [[1, "a", null, {"blob": "00ff"}], ...]}       or {"error": "what the model is told"}
 
-What a query can do is bounded: it selects on a read-only connection, calls functions of a list, and runs under limits of
+What a query can do is bounded: it selects on a read-only connection, calls functions of a list, and has limits of
 time, memory, length and result. The process ends when its input does, or when a query outlives its time by a second
 within one call of a function, where SQLite does not look at the clock.
 """

@@ -45,7 +45,8 @@ class DataError(ValueError):
 def _one_line(problem: str) -> str:
     """Names of files may hold anything, and be as long."""
     line = " ".join(problem.replace("\0", "\\0").split())
-    return line if len(line) <= LINE_CHARACTERS else f"{line[:LINE_CHARACTERS // 2]} ... {line[-LINE_CHARACTERS // 2 :]}"
+    half = LINE_CHARACTERS // 2
+    return line if len(line) <= LINE_CHARACTERS else f"{line[:half]} ... {line[-half:]}"
 
 
 @dataclass(frozen=True)

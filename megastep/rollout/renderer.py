@@ -264,7 +264,7 @@ def _check_options(tokenizer, options: dict[str, Any]) -> None:
     taken = {"messages", "conversations", *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in options:
         if name in taken - _TEMPLATES_OWN:
-            raise RenderError(f"rollout.template.{name}: is not the template's, it is set for every rendering; remove it")
+            raise RenderError(f"rollout.template.{name}: is not the template's, every rendering sets it; remove it")
 
 
 def _generation_stops(folder: Path, largest: int) -> tuple[int, ...]:
