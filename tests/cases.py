@@ -220,8 +220,8 @@ def _start_over(worker, initial) -> None:
 # ---------------------------------------------------------------- the learner and its worker
 
 
-class Direct:
-    """Stands for cluster.Policy: the calls of the learner go to the one worker of this process."""
+class LocalPolicy:
+    """What a Learner asks of a cluster's policy, answered by this rank's worker."""
 
     def __init__(self, worker: PolicyWorker):
         self.worker = worker
@@ -230,8 +230,7 @@ class Direct:
         return [getattr(self.worker, method)(*arguments, **named)]
 
     def scatter(self, method: str, by_data_rank: list) -> list:
-        (part,) = by_data_rank
-        return self.call(method, part)
+        return self.call(method, by_data_rank[parallel.place().data])
 
 
 class RecordingWorker(PolicyWorker):
@@ -247,7 +246,7 @@ def learn(folder, settings: dict, batches: list) -> list[tuple[dict, list[dict]]
     config = make_config(folder, {}, settings)
     parallel.start(config.policy.parallel, *ranks.current)
     worker = RecordingWorker(config)
-    learner, found = Learner(config, Direct(worker)), []
+    learner, found = Learner(config, LocalPolicy(worker)), []
     for groups in batches:
         worker.updates = []
         found.append((learner.learn(groups), worker.updates))
@@ -269,7 +268,7 @@ def warm_start(folder, settings: dict, groups: list) -> dict[str, list]:
         found["losses"].append(loss)
         look()
 
-    Learner(config, Direct(worker)).warm_start(groups, on_step)
+    Learner(config, LocalPolicy(worker)).warm_start(groups, on_step)
     look()
     return found
 
@@ -421,19 +420,6 @@ def empty_update(folder, layout: dict) -> dict:
         "changed_again": not all(map(torch.equal, weights, _weights_and_adam(worker)[0])),
         "steps": worker.step,
     }
-
-
-class LocalPolicy:
-    """What a Learner asks of a cluster's policy, answered by this rank's worker."""
-
-    def __init__(self, worker: PolicyWorker):
-        self.worker = worker
-
-    def call(self, method: str, *arguments) -> list:
-        return [getattr(self.worker, method)(*arguments)]
-
-    def scatter(self, method: str, by_data_rank: list) -> list:
-        return self.call(method, by_data_rank[parallel.place().data])
 
 
 def learn_with_masked(folder, masked: list[list[int]]) -> list[tuple[dict, bool]]:
