@@ -10,7 +10,7 @@ def refuse_unreadable(config: Config) -> None:
     from transformers import AutoConfig
 
     try:
-        AutoConfig.from_pretrained(config.model.path)
+        AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
     except Exception as error:  # the library raises many kinds for wrong types and values
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         where = Path(config.model.path) / "config.json"

@@ -308,7 +308,7 @@ def _rope(arch: Architecture) -> tuple[torch.Tensor, float | None]:
 
     with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
         Path(folder, "config.json").write_text(json.dumps(arch.hf))
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         kind = rope_type(arch.hf)
         if kind == "default":
             theta = config.rope_parameters["rope_theta"]

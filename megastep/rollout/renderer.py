@@ -70,7 +70,7 @@ def load_tokenizer(folder: str | Path):
         # transformers would make an empty one
         raise RenderError(f"model.path = {folder}: has no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is needed")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Stopped:
         raise
     except Exception as error:  # of any kind, from several libraries

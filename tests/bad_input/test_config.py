@@ -26,7 +26,7 @@ INTS = [key for key, kind in leaves() if kind in (int, int | None)]
 TEXTS = [key for key, kind in leaves() if kind in (str, str | None)]
 CHOICES = [key for key in TEXTS if key not in (
     "model.path", "data.train", "data.eval", "env.name", "credit.estimator", "filters.over_long", "cluster.address",
-    "run.dir", "run.name", "run.resume",
+    "run.dir", "run.name", "run.resume", "run.wandb_project", "run.wandb_entity", "run.wandb_id",
 )]
 
 
@@ -171,8 +171,8 @@ def test_choices(key):
     ("env.options.day=2024-01-01", "env.options.day = datetime.date(2024, 1, 1): must be text"),
     ("env.options.bytes=!!binary aGVsbG8=", "env.options.bytes = b'hello': must be text"),
     ("env.options.all=!!set {a, b}", "must be text"),
-    ("env.options.key=Bearer ${env:KEY}", "${env:NAME} alone takes a value from the environment"),
-    ("env.options.key=${oc.env:KEY}", "${env:NAME} alone takes a value from the environment"),
+    ("env.options.key=Bearer ${env:NOT_SET}", "the environment variable NOT_SET is not set"),
+    ("env.options.key=${oc.env:KEY}", "${env:NAME} takes a value from the environment"),
     ("env.options.deep={a: [{b: '${c}'}]}", "${...} is not replaced here"),
     ("rollout.template.x=${env:KEY}", "${...} is not replaced here; write the value itself"),
     ("rollout.template=x", "rollout.template = 'x': wrong type"),
