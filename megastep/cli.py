@@ -82,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
                "Write report.html and curves.png of a run or an evaluation into its folder; it may still run. Of a "
                "rollout file write FILE.html.", config=False)
     view.add_argument("path", metavar="RUN_DIR|FILE", type=Path, help="such as runs/NAME or chase.safetensors")
-    view.add_argument("--model", metavar="FOLDER", type=Path, help="the tokenizer for a rollout file (default: show ids)")
+    view.add_argument("--model", metavar="FOLDER", type=Path,
+                      help="the tokenizer for a rollout file (default: show ids)")
     conversion.add_commands(commands)
     return parser
 

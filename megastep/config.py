@@ -681,7 +681,8 @@ _NOT_NEGATIVE = (
     "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_grad",
     "policy.offload_layers", "policy.router_balance", "policy.router_z",
     "loss.dual_clip", "loss.kl", "loss.entropy", "loss.correction_low", "checkpoint.every_steps", "train.seed",
-    "train.eval_every", "run.rollouts_every", "run.report_prompts", "warm_start.trajectories", "warm_start.lr", "credit.step_weight",
+    "train.eval_every", "run.rollouts_every", "run.report_prompts", "warm_start.trajectories", "warm_start.lr",
+    "credit.step_weight",
     "engine.restarts", "asynchronous.max_staleness", "data.held_out", "rollout.temperature", "rollout.top_k",
     "eval.temperature", "eval.top_k",
 )

@@ -57,7 +57,9 @@ def advantages(group: Group, estimator: str, discount: float = 1.0, step_weight:
         if not np.isfinite(reward):
             raise RolloutError([f"group {group.id}, trajectory {trajectory.index}: reward is {reward}, must be finite"])
     if estimator == "maxrl" and rewards.min(initial=0) < 0:
-        raise RolloutError([f"credit.estimator = maxrl: needs rewards of 0 or more, got {rewards.min()} in group {group.id}"])
+        raise RolloutError([
+            f"credit.estimator = maxrl: needs rewards of 0 or more, got {rewards.min()} in group {group.id}"
+        ])
     if estimator in OUTCOME:
         per_trajectory = _compare(_OUTCOME[estimator], rewards, sizes)
         return [np.full(len(t.steps), a, np.float32) for t, a in zip(group.trajectories, per_trajectory)]
