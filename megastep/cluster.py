@@ -96,7 +96,7 @@ class Cluster:
         have ended before (async.finish_calls)."""
         with self._pushing:
             self._rest()
-            self.engines.pause(False)
+            self.engines.pause(self.config.asynchronous.finish_calls)
             self.engines.wake("weights")
             version = self.policy.push(self.engines.serving())
             self.engines.wake("kv_cache")
