@@ -36,7 +36,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,7 @@ class Renderer:
             pieces = [self.tokenizer.encode(piece, add_special_tokens=False) for piece in text.split(_MARK)]
         except Exception as error:
             raise RenderError(f"the tokenizer refuses the text: {_why_refused(text, error)}") from None
-        return np.array(pieces[0] if len(pieces) == 1 else sum(pieces, []), np.int32)
+        return np.array(list(chain.from_iterable(pieces)), np.int32)
 
 
 class TokenHistory:
