@@ -265,15 +265,15 @@ def _fail(reason: str) -> int:
 def _view(args: argparse.Namespace) -> int:
     from megastep.report import ReportError, write_report, write_rollout_report
 
-    is_run = args.path.is_dir() or not args.path.exists()
-    if is_run and args.model is not None:
-        return _refuse([f"--model {args.model}: a run names its model itself; leave it out"])
     try:
+        is_run = args.path.is_dir() or not args.path.exists()
+        if is_run and args.model is not None:
+            return _refuse([f"--model {args.model}: a run names its model itself; leave it out"])
         written = write_report(args.path) if is_run else write_rollout_report(args.path, args.model)
     except ReportError as error:
         return _refuse([str(error)])
     except OSError as error:
-        return _refuse([f"{error.filename}: {error.strerror}"])
+        return _refuse([f"{str(error.filename)[:200]}: {error.strerror}"])
     for path in written:
         print(path)
     return 0

@@ -9,10 +9,12 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from megastep import stopping
 from megastep.cluster import Cluster
 from megastep.config import Config
 from megastep.rollout.data import Prompt
@@ -33,15 +35,20 @@ class OutputError(ValueError):
 
 
 def _writable_log(out: Path) -> Path:
-    """Beside `out`. It is opened, as the engines will do it; `out` itself is written beside and renamed."""
-    if not out.parent.is_dir() or out.is_dir():
-        raise OutputError(f"--out {out}: must be a file in a folder that is there")
-    log = out.with_name(f"{out.name}.log")
+    """Beside `out`. Both can be written: `out` is written beside and renamed, a log that is there is opened."""
     try:
-        with log.open("ab"), tempfile.TemporaryFile(dir=out.parent):
-            pass
+        if not out.parent.is_dir() or out.is_dir():
+            raise OutputError(f"--out {out}: must be a file in a folder that is there")
+        log = out.with_name(f"{out.name}.log")
+        with tempfile.NamedTemporaryFile(dir=out.parent, prefix=log.name):
+            if log.exists():
+                log.open("ab").close()
     except OSError as error:
-        raise OutputError(f"--out {out}: cannot be written ({error.strerror})") from None
+        raise OutputError(f"--out {str(out)[:200]}: cannot be written ({error.strerror})") from None
+    except OutputError:
+        raise
+    except ValueError:  # a NUL
+        raise OutputError(f"--out {str(out)[:200]!r}: is not a file name") from None
     return log
 
 
@@ -103,10 +110,21 @@ def _play(
             cluster.sync()
         pool = make_pool(cluster.engines.generate)
         with Progress(len(prompts) * pool.samples) as progress:
-            groups = asyncio.run(pool.run(prompts, progress.add))
+            groups = asyncio.run(_stoppable(pool.run(prompts, progress.add)))
             tokens_per_s = progress.tokens_per_s
     refuse_all_failed(groups)
     return groups, tokens_per_s
+
+
+async def _stoppable(work: Coroutine) -> Any:
+    """The result of `work`. SIGTERM cancels it: raised in an episode, `Stopped` would be that episode's alone."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    with stopping.asks(lambda: loop.call_soon_threadsafe(task.cancel)):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise stopping.Stopped("stopped; nothing was written") from None
 
 
 # ---------------------------------------------------------------- what the user sees

@@ -70,7 +70,7 @@ def _absolute(path: str) -> str:
 def _data_source(source: str, move) -> str:
     if source.startswith("hf:"):
         place, colon, split = source.removeprefix("hf:").partition(":")
-        folder = move(place)
+        folder = move(place) if place else ""
         return f"hf:{folder}{colon}{split}" if os.path.isdir(folder) else source  # else a name on the hub
     return move(source) if source.endswith(DATA_FILES) else source
 

@@ -186,7 +186,7 @@ def write_rollout_report(rollouts: Path, model: Path | None) -> list[Path]:
         raise ReportError(f"--model {model}: {problems[0]}")
     rows = [{"step": 0, **rollout_metrics(groups)}]
     played = page.Played(groups, rollouts.name, speller, problems)
-    path = rollouts.with_suffix(".html")
+    path = rollouts.with_name(f"{rollouts.name}.html")
     _replace(path, page.render(rollouts.name, config, rows, None, played).encode())
     return [path]
 

@@ -20,8 +20,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NOTHING_YET = {signal.SIGTERM: (b"stopped", EXIT_CODE), signal.SIGINT: (b"interrupted", INTERRUPTED)}
 
 
-class Stopped(Exception):
-    """The run was asked to stop; the message says how far it came."""
+class Stopped(BaseException):
+    """The run was asked to stop; the message says how far it came. Like KeyboardInterrupt, no `except Exception` of a
+    library or an environment may take it for a failure of its own."""
 
 
 _ask: Callable[[], None] | None = None

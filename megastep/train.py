@@ -388,8 +388,8 @@ def sift(groups: list[Group], config: Config) -> tuple[list[Group], list[filters
 
 
 def drop_degenerate(groups: list[Group], config: Config) -> tuple[list[Group], list[filters.Dropped]]:
-    """Where the configuration asks for it."""
-    if not (config.filters.zero_variance or config.filters.dynamic_sampling):
+    """Where the configuration asks for it. Supervised training has no advantages."""
+    if config.loss.kind == "nll" or not (config.filters.zero_variance or config.filters.dynamic_sampling):
         return groups, []
     return filters.zero_variance(groups, **asdict(config.credit))
 

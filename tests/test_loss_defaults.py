@@ -24,7 +24,8 @@ SEVERAL, ONE = "train.mini_batch_prompts=8", "train.mini_batch_prompts=16"
     (["loss.kind=gspo"], "loss.normalize = token: ", "one ratio per model call"),
     (["loss.kind=gspo", "loss.normalize=step"], None, None),
     (["loss.kind=ppo_clip", SEVERAL], None, None),
-    (["loss.kind=reinforce", SEVERAL], "train.mini_batch_prompts = 8: ", "has no ratio"),
+    (["loss.kind=reinforce", SEVERAL], "train.mini_batch_prompts = 8: ",
+     "use train.mini_batch_prompts = 16, or loss.kind = ppo_clip"),
     (["loss.kind=reinforce", ONE], None, None),
 ])
 def test_what_is_accepted_and_rarely_meant_is_a_warning(given, start, why):

@@ -366,12 +366,12 @@ def test_megastep_view_of_a_rollout_file(tmp_path, tokenizers, capsys):
     file = tmp_path / "chase.safetensors"
     store.write(file, [chase_group(tokenizers)])
     assert cli.main(["view", str(file), "--model", WORDS]) == 0
-    assert capsys.readouterr().out.split() == [str(tmp_path / "chase.html")]
-    found = Page((tmp_path / "chase.html").read_text())
+    assert capsys.readouterr().out.split() == [str(tmp_path / "chase.safetensors.html")]
+    found = Page((tmp_path / "chase.safetensors.html").read_text())
     assert "<think> 1 7 </think> call 7<eot>" in found.text and cells(found, "reward/mean")[0] == "0.5 at 0"
     assert cli.main(["view", str(file)]) == 0
     assert "no model is given (--model FOLDER): tokens are shown as ids" in Page(
-        (tmp_path / "chase.html").read_text()).text
+        (tmp_path / "chase.safetensors.html").read_text()).text
 
 
 def test_megastep_view_refuses_what_is_no_rollout_file(tmp_path, tokenizers, capsys):

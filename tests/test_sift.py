@@ -33,6 +33,12 @@ def test_a3_degenerate_is_what_the_configured_estimator_learns_nothing_from(key,
     assert len(left) == kept and len(dropped) == 2 * (1 - kept)
 
 
+def test_a3_supervised_training_has_no_degenerate_groups():
+    settings = ["loss.kind=nll", "filters.zero_variance=true"]
+    left, dropped = sift([group_of(trajectory(([A], [B])))], load(LOCAL, settings))
+    assert len(left) == 1 and dropped == []
+
+
 def test_a3_without_the_filter_nothing_is_dropped():
     left, dropped = sift(equal_totals(), load(LOCAL, []))
     assert len(left) == 1 and dropped == []

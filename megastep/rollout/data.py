@@ -26,7 +26,6 @@ import numpy as np
 
 from megastep.config import DataConfig
 from megastep.rollout.env import Env, EnvError, lone_surrogate, one_line, told
-from megastep.stopping import Stopped
 
 GENERATED = "generated"
 SHOWN_PROBLEMS = 5
@@ -102,7 +101,7 @@ def _generated(env: type[Env], count: int, seed: int) -> Iterator[tuple[str, dic
     for i in range(count):
         try:
             row = env.generate(Random(f"{seed}/{i}"))
-        except (EnvError, Stopped):
+        except EnvError:
             raise
         except (Exception, SystemExit) as error:
             raise EnvError(f"data.train = {GENERATED}: {env.__name__}.generate raised {told(error)}") from None

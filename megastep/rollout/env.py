@@ -44,7 +44,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from megastep.stopping import Stopped
 from megastep.types import Group
 
 ENTRY_POINTS = "megastep.envs"
@@ -134,8 +133,6 @@ def find_env(name: str) -> type[Env]:
 def _imported(module: str, attribute: str, shown: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Stopped:
-        raise
     except (ImportError, AttributeError) as error:
         raise EnvError(f"{shown}: cannot be imported ({one_line(error)})") from None
     except (Exception, SystemExit) as error:  # whatever a module does when it is imported

@@ -43,7 +43,6 @@ from typing import Any
 import numpy as np
 
 from megastep.rollout.env import Message, one_line, told
-from megastep.stopping import Stopped
 
 TRIAL_S = 5.0  # for a rendering of one word
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -71,8 +70,6 @@ def load_tokenizer(folder: str | Path):
         raise RenderError(f"model.path = {folder}: has no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is needed")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Stopped:
-        raise
     except Exception as error:  # of any kind, from several libraries
         raise RenderError(f"model.path = {folder}: its tokenizer cannot be loaded ({told(error)})") from None
     if not tokenizer.chat_template:

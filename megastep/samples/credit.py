@@ -85,9 +85,10 @@ def degenerate(values: np.ndarray, sizes: np.ndarray) -> bool:
     """Nothing to compare: fewer than two, or all equal up to rounding.
 
     `sizes` [n]: the sum of the absolute rewards that each value was added up from. Rounding is relative to these, not
-    to the values: 0.1 + 0.2 - 0.3 is 0.
+    to the values: 0.1 + 0.2 - 0.3 is 0. All are equal if one number lies within the rounding of each.
     """
-    return len(values) < 2 or bool(values.max() - values.min() <= TOLERANCE * sizes.max())
+    rounding = TOLERANCE / 2 * sizes
+    return len(values) < 2 or bool((values - rounding).max() <= (values + rounding).min())
 
 
 def _compare(formula: Callable[[np.ndarray], np.ndarray], values: np.ndarray, sizes: np.ndarray) -> np.ndarray:

@@ -79,7 +79,7 @@ def run(*argv: str, limit_s: int = LIMIT_S) -> Result:
 
 
 def refused(*argv: str, names: str = "", limit_s: int = LIMIT_S) -> list[str]:
-    """The lines of a refusal, which must be one; `names`: what one of them must mention."""
+    """The lines of a refusal, one for each problem; `names`: what one of them must mention."""
     result = run(*argv, limit_s=limit_s)
     assert result.code == 2, f"exit code {result.code}\n{result.err}"
     check_lines(result.lines, names)

@@ -181,3 +181,9 @@ def test_gigpo_takes_the_prompt_as_the_state_where_none_is_given():
     assert advantages(made, "gigpo")[0][0] == pytest.approx(2 * advantages(made, "grpo")[0][0])
     made.trajectories[1].steps[0].prompt_ids = np.array([C], np.int32)
     assert advantages(made, "gigpo")[0][0] == pytest.approx(advantages(made, "grpo")[0][0])
+
+
+def test_a2_rounding_of_one_trajectory_does_not_hide_the_others():
+    """Rounding is each value's own: 1e8 - 1e8 is uncertain by several, 0 and 1 are not."""
+    exact = [trajectory(*[([1], [2])] * len(rewards), rewards=rewards) for rewards in ([0.0], [1.0], [1e8, -1e8])]
+    assert all(np.abs(a).max() > 0.5 for a in advantages(group_of(*exact), "grpo"))
