@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megastep import stopping
 
+
 def add_commands(commands) -> None:
     """`import` and `export`, as subcommands of an argparse parser."""
     sub = commands.add_parser(
