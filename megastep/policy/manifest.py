@@ -9,6 +9,7 @@ The hashes find damage, not an attacker, who can write a manifest too: see unpic
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -66,6 +67,7 @@ def read_manifest(folder: str | Path) -> dict:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint")
+    _refuse_links(folder)
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"{folder}: no {MANIFEST}: not a checkpoint of megastep, or one that was never finished")
     manifest = read_object(folder / MANIFEST)
@@ -78,6 +80,16 @@ def read_manifest(folder: str | Path) -> dict:
             raise CheckpointError(f"{folder / name}: truncated, {found} bytes of {file['bytes']}")
     refuse_damaged(folder, manifest, [name for name in manifest["files"] if not name.endswith(DATA)])
     return manifest
+
+
+def _refuse_links(folder: Path) -> None:
+    """A link would let an export copy any file of this machine. `folder` itself may be reached through one."""
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(parent) / name
+            if path.is_symlink():
+                raise CheckpointError(f"{path}: is a symbolic link; a checkpoint holds its files itself: copy the "
+                                      "file to this place")
 
 
 def refuse_damaged(folder: str | Path, manifest: dict, names: Iterable[str]) -> None:
