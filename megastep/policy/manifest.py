@@ -57,8 +57,11 @@ def write_manifest(folder: Path, manifest: dict, hashed: dict[str, str] | None =
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in names:
-        with (folder / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with (folder / name).open("rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:  # one while reading does not name the file
+            raise OSError(error.errno, error.strerror, str(folder / name)) from error
     return found
 
 
@@ -93,7 +96,11 @@ def _refuse_links(folder: Path) -> None:
 
 
 def refuse_damaged(folder: str | Path, manifest: dict, names: Iterable[str]) -> None:
-    for name, found in hash_files(Path(folder), names).items():
+    try:
+        hashed = hash_files(Path(folder), names)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: not readable ({error.strerror})") from None
+    for name, found in hashed.items():
         if found != manifest["files"][name]["sha256"]:
             raise CheckpointError(f"{Path(folder) / name}: damaged, its SHA-256 is not that of {MANIFEST}")
 
