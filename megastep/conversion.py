@@ -11,7 +11,8 @@ import re
 import sys
 from pathlib import Path
 
-from megastep import stopping
+from megastep import paths, stopping
+
 
 def add_commands(commands) -> None:
     """`import` and `export`, as subcommands of an argparse parser."""
@@ -50,6 +51,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
+        mistake = paths.name_too_long(error)
+        if mistake is not None:
+            print(f"error: {mistake}", file=sys.stderr)
+            return 2
         print(f"error: {error.filename or args.destination}: {error.strerror}", file=sys.stderr)
         return 1
     except stopping.Stopped:

@@ -7,6 +7,7 @@
 `run.dir` is where results go, and stays relative to the working directory.
 """
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,13 @@ def _data_source(source: str, move) -> str:
         folder = move(place) if place else ""
         return f"hf:{folder}{colon}{split}" if os.path.isdir(folder) else source  # else a name on the hub
     return move(source) if source.endswith(DATA_FILES) else source
+
+
+def name_too_long(error: BaseException) -> str | None:
+    """A line for a path that no file can have: a mistake of whoever gave it, no failure of a disk."""
+    if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
+        return None
+    return f"{str(error.filename)[:80]}...: a name of this path is too long for the file system; give a shorter one"
 
 
 def _beside(folder: Path, path: str) -> str:

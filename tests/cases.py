@@ -1,16 +1,22 @@
 """What test ranks run. Each function builds its policy under the layout it is given."""
 
+import errno
+import hashlib
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megastep.config import Config, ParallelConfig
 from megastep.learner import Learner
-from megastep.policy import parallel
+from megastep.policy import checkpoint, parallel
 from megastep.policy.loop_state import LoopState
+from megastep.policy.manifest import CheckpointError, hash_files
 from megastep.policy.replay import ReplayError
 from megastep.policy.worker import PolicyWorker
 from megastep.samples import lay_out
@@ -163,6 +169,53 @@ def loading_error(folder, layout: dict, checkpoint) -> str:
     except ValueError as error:
         return str(error)
     return "loaded"
+
+
+def who_hashes(folder, layout: dict, root) -> tuple[int, list[int]]:
+    """Of a save in the background: this rank, and the processes that hashed its files."""
+    worker = make_worker(folder, layout, {"checkpoint.asynchronous": True})
+    notes = Path(root) / f"hashed_by_{dist.get_rank()}"
+
+    def noted(*arguments):
+        with notes.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return hash_files(*arguments)
+
+    with mock.patch.object(checkpoint, "hash_files", noted):
+        worker.save(Path(root) / "checkpoints", LoopState(1))
+        worker.finish_saving()
+    return os.getpid(), [int(line) for line in notes.read_text().split()]
+
+
+def errors_where_one_cannot_read(folder, layout: dict, root, asynchronous: bool) -> tuple[str, str]:
+    """What saving and loading end with where the disk of rank 1 fails while files are read."""
+    worker = make_worker(folder, layout, {"checkpoint.asynchronous": asynchronous})
+    worker.save(root, LoopState(1))
+    worker.finish_saving()
+
+    def broken(file, name):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def save():
+        worker.save(root, LoopState(2))
+        worker.finish_saving()
+
+    with mock.patch("hashlib.file_digest", broken if dist.get_rank() == 1 else hashlib.file_digest):
+        return _file_error_of(save), _file_error_of(lambda: worker.load(Path(root) / "step_1"))
+
+
+def error_where_the_first_cannot_write(folder, layout: dict, root) -> str:
+    """What saving ends with where `root` is a file, which rank 0 alone looks at."""
+    worker = make_worker(folder, layout)
+    return _file_error_of(lambda: worker.save(root, LoopState(1)))
+
+
+def _file_error_of(action) -> str:
+    try:
+        action()
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return "no error"
 
 
 def save_and_export(folder, layout: dict, root, destination) -> None:

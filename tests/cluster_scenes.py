@@ -30,16 +30,17 @@ def push_and_generate(cluster: Cluster, folder: str) -> list[list[int]]:
 
 def main(scene: str, folder: str) -> None:
     config = small(folder)
+    results, sys.stdout = sys.stdout, sys.stderr  # where a cluster shows what it waits for
     if scene == "too_small":
         config.cluster.cpus_per_process = 1000
     try:
         with Cluster(config, with_policy=scene == "interrupted") as cluster:
             if scene == "interrupted":
-                print(json.dumps(push_and_generate(cluster, folder)), flush=True)
-            print("up", flush=True)
+                print(json.dumps(push_and_generate(cluster, folder)), file=results, flush=True)
+            print("up", file=results, flush=True)
             time.sleep(600)
     except ClusterError as error:
-        print(error, flush=True)
+        print(error, file=results, flush=True)
         sys.exit(2)
 
 

@@ -424,16 +424,17 @@ def test_d7_tensorboard_has_the_same_numbers(tmp_path):
 
 
 WITHOUT_HELPER = """
-import os, signal, sys, time
+import os, signal, sys
 from pathlib import Path
 from megastep.report import MetricsLog
-from tests.processes import descendants
+from tests.processes import alive, descendants, wait_for
 
 with MetricsLog(Path(sys.argv[1]), 0, "offline", {}) as log:
     log.write(1, {"train/loss": 1.0})
-    for pid, _ in descendants(os.getpid()):
+    helpers = descendants(os.getpid())
+    for pid, _ in helpers:
         os.kill(pid, signal.SIGTERM)
-    time.sleep(1)
+    wait_for(lambda: not alive(helpers), 60)
     log.write(2, {"train/loss": 2.0})
 """
 

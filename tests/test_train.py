@@ -70,7 +70,7 @@ def test_the_run_directory_is_complete(quick):
             "curves.png"} <= {
         p.name for p in folder.iterdir()
     }
-    assert "8/8" in done.stdout and f"checkpoint in {folder}/checkpoints/step_8" in done.stdout
+    assert "8/8" in done.stdout and f"checkpoint: {folder}/checkpoints/step_8" in done.stdout
     assert "held-out success" in done.stdout
     assert sum(len(g.trajectories) for g in store.read(folder / "rollouts" / "step_8.safetensors")) == 256
 

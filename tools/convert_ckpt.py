@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megastep import conversion
+from megastep import conversion, stopping
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,7 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     conversion.add_commands(parser.add_subparsers(required=True, metavar="import|export"))
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")  # of the libraries, about the GPU parts that are not there
-    return args.run(args)
+    with stopping.listening():
+        return args.run(args)
 
 
 if __name__ == "__main__":

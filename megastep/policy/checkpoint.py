@@ -14,6 +14,7 @@ A killed save leaves only a `.partial` folder, which nobody reads; see `manifest
 Random state belongs to a layout: under another one the ranks start from the config's seed.
 """
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from multiprocessing.managers import SyncManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megastep.lifetime import end_with_parent
@@ -71,20 +73,16 @@ class Saver:
         self.finish()
         final = Path(root) / f"step_{loop.step}"
         partial = final.with_suffix(".partial")
-        if parallel.place().rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            copy_companions(worker.config.model.path, partial / HF)
-            loop.write(partial)
-        dist.barrier()
+        _together(lambda: _begin(partial, worker.config.model.path, loop) if dist.get_rank() == 0 else None)
         _start_results_helper()
         manifest = describe(worker.arch, loop.step, _layout(worker), with_optimizer=True)
         manifest["optimizer_steps"] = worker.step
         request = dist_checkpointing.save(_state(worker, loading=False), str(partial), async_sharded_save=in_background)
         if not in_background:
-            seal(partial, final, manifest, keep)
+            seal(partial, final, manifest, keep, hashed=lambda: _hash_own(partial))
             return
-        request.add_finalize_fn(lambda: seal(partial, final, manifest, keep))
+        request, hashed = _hashing_too(request, partial)
+        request.add_finalize_fn(lambda: seal(partial, final, manifest, keep, hashed))
         self._queue = AsyncCallsQueue()
         self._queue.schedule_async_request(request)
 
@@ -105,24 +103,60 @@ def _layout(worker) -> dict:
     return {"ranks": dist.get_world_size(), **asdict(worker.config.policy.parallel)}
 
 
-def seal(partial: Path, final: Path, manifest: dict, keep: int) -> None:
-    """All ranks have written: name the files, give the folder its name, drop old ones."""
-    own = [path.name for path in partial.glob(f"__{dist.get_rank()}_*{DATA}")]  # still in this node's page cache
-    hashed: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(hashed, hash_files(partial, own))
-    if dist.get_rank() == 0:
-        write_manifest(partial, manifest, {name: value for part in hashed for name, value in part.items()})
-        shutil.rmtree(final, ignore_errors=True)  # the same step saved again
-        os.replace(partial, final)
-        for old in whole_checkpoints(final.parent)[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
+def _begin(partial: Path, model: str, loop: LoopState) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    copy_companions(model, partial / HF)
+    loop.write(partial)
+
+
+def _hash_own(partial: Path) -> dict[str, str]:
+    """What this rank has written is still in its node's page cache."""
+    return hash_files(partial, [path.name for path in partial.glob(f"__{dist.get_rank()}_*{DATA}")])
+
+
+def _hashing_too(request: AsyncRequest, partial: Path) -> tuple[AsyncRequest, Callable[[], dict[str, str]]]:
+    """The request, whose process hashes what it wrote before it ends, and how to get the hashes from it.
+
+    A gigabyte takes most of a second, in which the rank would not train.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)  # a rank writes two files: their hashes fit into the pipe
+
+    def write_and_hash(*arguments, **options) -> None:
+        request.async_fn(*arguments, **options)
+        with contextlib.suppress(OSError):  # the rank reads again, and tells all others
+            sender.send(_hash_own(partial))
+
+    def hashed() -> dict[str, str]:
+        return receiver.recv() if receiver.poll() else _hash_own(partial)
+
+    if request.async_fn is None:  # nothing for this rank to write
+        return request, dict
+    return request._replace(async_fn=write_and_hash), hashed
+
+
+def seal(partial: Path, final: Path, manifest: dict, keep: int, hashed: Callable[[], dict[str, str]]) -> None:
+    """All ranks have written: name the files, give the folder its name, drop old ones.
+
+    `hashed`: the hashes of the files that this rank wrote.
+    """
+    own = _together(hashed)
+    parts: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    hashes = {name: value for part in parts for name, value in part.items()}
+    _together(lambda: _publish(partial, final, manifest, keep, hashes) if dist.get_rank() == 0 else None)
+
+
+def _publish(partial: Path, final: Path, manifest: dict, keep: int, hashes: dict[str, str]) -> None:
+    write_manifest(partial, manifest, hashes)
+    shutil.rmtree(final, ignore_errors=True)  # the same step saved again
+    os.replace(partial, final)
+    for old in whole_checkpoints(final.parent)[:-keep]:
+        shutil.rmtree(old)
 
 
 def load(folder: str | Path, worker) -> None:
-    manifest = read_manifest(folder)
-    refuse_other_model(folder, manifest["model"], worker.arch.hf)
-    _together(lambda: _check_share(folder, manifest))
+    manifest = _together(lambda: _checked_manifest(folder, worker))
     with_random = manifest["layout"] == _layout(worker)
     state = _state(worker, loading=True, with_optimizer=manifest["with_optimizer"], with_random=with_random)
     state = load_state(state, folder)
@@ -139,23 +173,27 @@ def load(folder: str | Path, worker) -> None:
     dist.barrier()
 
 
-def _check_share(folder: str | Path, manifest: dict) -> None:
+def _checked_manifest(folder: str | Path, worker) -> dict:
     """Each rank hashes as many of the data files as any other."""
+    manifest = read_manifest(folder)
+    refuse_other_model(folder, manifest["model"], worker.arch.hf)
     refuse_damaged(folder, manifest, data_files(manifest)[dist.get_rank() :: dist.get_world_size()])
+    return manifest
 
 
-def _together(check: Callable[[], None]) -> None:
-    """What one rank refuses, all refuse: nobody waits for a rank that has ended."""
-    problem = None
+def _together(act: Callable[[], Any]) -> Any:
+    """What `act` returns. What one rank refuses or cannot do ends all: nobody waits for a rank that has ended."""
+    result = problem = None
     try:
-        check()
-    except CheckpointError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
+        result = act()
+    except (CheckpointError, OSError) as error:
+        problem = error
+    problems: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     for found in problems:
         if found is not None:
-            raise CheckpointError(found)
+            raise found
+    return result
 
 
 # ---------------------------------------------------------------- what is in it

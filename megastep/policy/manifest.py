@@ -9,6 +9,7 @@ The hashes find damage, not an attacker, who can write a manifest too: see unpic
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,6 +36,8 @@ def latest(root: str | Path) -> Path | None:
 
 def whole_checkpoints(root: str | Path) -> list[Path]:
     """Oldest first. Partial folders do not match."""
+    if Path(root).is_file():
+        raise CheckpointError(f"{root}: a folder of checkpoints is needed, this is a file; move it away")
     folders = [p for p in Path(root).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
     return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
 
@@ -54,8 +57,11 @@ def write_manifest(folder: Path, manifest: dict, hashed: dict[str, str] | None =
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in names:
-        with (folder / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with (folder / name).open("rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:  # one while reading does not name the file
+            raise OSError(error.errno, error.strerror, str(folder / name)) from error
     return found
 
 
@@ -64,6 +70,7 @@ def read_manifest(folder: str | Path) -> dict:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint")
+    _refuse_links(folder)
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"{folder}: no {MANIFEST}: not a checkpoint of megastep, or one that was never finished")
     manifest = read_object(folder / MANIFEST)
@@ -78,8 +85,22 @@ def read_manifest(folder: str | Path) -> dict:
     return manifest
 
 
+def _refuse_links(folder: Path) -> None:
+    """A link would let an export copy any file of this machine. `folder` itself may be reached through one."""
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(parent) / name
+            if path.is_symlink():
+                raise CheckpointError(f"{path}: is a symbolic link; a checkpoint holds its files itself: copy the "
+                                      "file to this place")
+
+
 def refuse_damaged(folder: str | Path, manifest: dict, names: Iterable[str]) -> None:
-    for name, found in hash_files(Path(folder), names).items():
+    try:
+        hashed = hash_files(Path(folder), names)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: not readable ({error.strerror})") from None
+    for name, found in hashed.items():
         if found != manifest["files"][name]["sha256"]:
             raise CheckpointError(f"{Path(folder) / name}: damaged, its SHA-256 is not that of {MANIFEST}")
 

@@ -9,6 +9,7 @@ megatron_load.py makes Megatron read so. No Megatron here: the driver asks befor
 """
 
 import io
+import math
 import pickle
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megastep.policy.manifest import DATA, CheckpointError, read_object
 
 METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of weights and of the optimizer's state
 _RECORDS = (
     metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata, metadata.MetadataIndex,
     metadata.StorageMeta, metadata.TensorProperties, metadata.TensorStorageMetadata, metadata._MEM_FORMAT_ENCODING,
@@ -70,7 +72,8 @@ def read_metadata(folder: str | Path) -> Metadata:
 
 
 def _check_types(found: object, folder: Path) -> None:
-    """What the libraries rely on. Offsets and names from outside must not lead out of the checkpoint."""
+    """What the libraries rely on. Offsets and names from outside must not lead out of the checkpoint, and what is
+    described is stored: a part that is not would be filled with whatever was in memory."""
     path = folder / METADATA
     if type(found) is not Metadata or type(found.state_dict_metadata) is not dict or \
             type(found.storage_data) is not dict:
@@ -78,8 +81,12 @@ def _check_types(found: object, folder: Path) -> None:
     for key, stored in found.state_dict_metadata.items():
         if type(key) is not str or type(stored) not in (TensorStorageMetadata, BytesStorageMetadata):
             raise CheckpointError(f"{path}: {key!r:.80} is neither a tensor nor an object")
+        offsets = [None]  # an object is stored in one piece
         if type(stored) is TensorStorageMetadata:
             _check_tensor(key, stored, path)
+            offsets = [chunk.offsets for chunk in stored.chunks]
+        if any(metadata.MetadataIndex(key, offset) not in found.storage_data for offset in offsets):
+            raise CheckpointError(f"{path}: {key!r:.80} is described and not stored, or not all of it")
     sizes: dict[str, int] = {}
     for index, place in found.storage_data.items():
         name, begin, length = place.relative_path, place.offset, place.length
@@ -99,6 +106,32 @@ def _check_tensor(key: str, stored: TensorStorageMetadata, path: Path) -> None:
     shapes = [stored.size] + [size for chunk in stored.chunks for size in (chunk.offsets, chunk.sizes)]
     if any(type(shape) is not torch.Size for shape in shapes) or type(stored.properties.dtype) is not torch.dtype:
         raise CheckpointError(f"{path}: {key!r:.80} has no shape or no dtype")
+    if stored.properties.dtype not in _DTYPES:
+        raise CheckpointError(f"{path}: {key!r:.80} is of {stored.properties.dtype}, must be of a floating-point dtype")
+    if not _covers(stored.size, stored.chunks):
+        raise CheckpointError(f"{path}: the chunks of {key!r:.80} do not cover its shape {list(stored.size)!s:.80} "
+                              "exactly once")
+
+
+def _covers(size: torch.Size, chunks: list[metadata.ChunkStorageMetadata]) -> bool:
+    """Whether the chunks are the cells of a grid over the tensor, each cell once. Ranks cut tensors in no other way.
+
+    The grid's lines are the offsets of the chunks: a chunk that ends at the next line of every dimension overlaps no
+    chunk of another offset, and then as many chunks as the grid has cells leave no hole. Linear in the chunks.
+    """
+    if any(len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size) for chunk in chunks):
+        return False
+    ends = []  # of each dimension: where a cell that begins at an offset ends
+    for dimension, length in enumerate(size):
+        lines = sorted({chunk.offsets[dimension] for chunk in chunks})
+        if not lines or lines[0] != 0 or lines[-1] > length:
+            return False
+        ends.append(dict(zip(lines, [*lines[1:], length], strict=True)))
+    for chunk in chunks:
+        reached = [offset + extent for offset, extent in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if reached != [ends[dimension][offset] for dimension, offset in enumerate(chunk.offsets)]:
+            return False
+    return len({chunk.offsets for chunk in chunks}) == len(chunks) == math.prod(map(len, ends))
 
 
 def load_plain(source: Path | io.BytesIO, path: Path):

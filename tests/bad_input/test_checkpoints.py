@@ -1,14 +1,20 @@
 """Checkpoints, origin.json and run directories from elsewhere: refused by name before any process starts."""
 
+import io
 import json
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from megastep.architecture import read_architecture
 from megastep.policy.loop_state import LoopState
 from megastep.policy.manifest import MANIFEST
+from megastep.policy.unpickle import _covers
 from tests.bad_input.harness import CONFIG, Accepted, check_lines, refused, run
 from tests.payloads import plant, seal_again
 from tests.sync.test_offline import convert
@@ -21,8 +27,6 @@ OTHER_FILES = ("loop.json", "metadata.json", "ready.safetensors", "hf/config.jso
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """A checkpoint of the model of CONFIG after step 3."""
-    import torch
-
     from megastep.sync.convert import rows_of
     from megastep.sync.hf_files import write_shards
     from megastep.sync.offline import import_hf
@@ -189,6 +193,32 @@ def test_an_origin_of_other_types_is_refused(text, tmp_path):
     refused("train", CONFIG, f"run.dir={tmp_path}", "run.name=r", names=str(folder / "origin.json"))
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "start"])
+def test_a_file_in_the_place_of_the_checkpoints_is_refused(name, tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / name).write_text("")
+    for command in ("train", "eval"):
+        refused(command, CONFIG, f"run.dir={tmp_path}", "run.name=r", names=f"{tmp_path / 'r' / name}: a folder")
+
+
+LONG = "long" * 75  # a name may have 255 bytes
+
+
+@pytest.mark.parametrize("argv", [
+    ("train", CONFIG, f"run.resume={LONG}"), ("eval", CONFIG, f"run.resume={LONG}"),
+    ("train", CONFIG, f"run.dir={LONG}"), ("eval", CONFIG, f"run.dir={LONG}", "run.name=r"), ("rollout", CONFIG, "--out", LONG),
+    ("export", LONG, "exported"), ("export", "checkpoint", LONG), ("import", LONG, "imported"), ("view", LONG),
+    ("view", LONG, "--model", "m"),
+], ids=lambda argv: " ".join(argv).replace(LONG, "LONG"))
+def test_a_name_that_no_file_can_have_is_refused(argv):
+    refused(*argv, names=LONG[:80])
+
+
+def test_an_origin_with_a_name_that_no_file_can_have_is_refused(tmp_path):
+    (tmp_path / "origin.json").write_text(json.dumps({"checkpoint": f"/{LONG}", "reference": None}))
+    refused("train", CONFIG, f"run.dir={tmp_path.parent}", f"run.name={tmp_path.name}", names=f"/{LONG[:79]}")
+
+
 @pytest.mark.parametrize("files, names", [
     ([".metadata"], ".metadata: missing"), (["common.pt"], "common.pt: missing"), ([MANIFEST], "no megastep.json"),
 ])
@@ -233,6 +263,123 @@ def test_metadata_that_misleads_is_refused(change, copy):
     metadata_with(copy, change)
     refused(*play(copy), names=f"{copy / '.metadata'}: ")
     export_refused(copy, f"{copy / '.metadata'}: ")
+
+
+def first_tensor(found):
+    """The first of two dimensions, in one chunk."""
+    return next(stored for stored in found.state_dict_metadata.values() if len(stored.size) == 2)
+
+
+def cut_into(*corners):
+    """The first tensor's chunks: (offsets, sizes) from its size; the first keeps its place in the files, and others
+    get the same."""
+
+    def change(found):
+        key, stored = next((k, s) for k, s in found.state_dict_metadata.items() if s is first_tensor(found))
+        place = next(place for index, place in found.storage_data.items() if index.fqn == key)
+        stored.chunks = [ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes))
+                         for begin, sizes in (corner(*stored.size) for corner in corners)]
+        found.storage_data = {index: p for index, p in found.storage_data.items() if index.fqn != key}
+        found.storage_data.update({MetadataIndex(key, chunk.offsets): place for chunk in stored.chunks})
+
+    return change
+
+
+def store_nothing(found):
+    del found.storage_data[next(iter(found.storage_data))]
+
+
+def move_one(found):
+    """Its place in the files is not moved."""
+    stored = first_tensor(found)
+    stored.chunks = [ChunkStorageMetadata(torch.Size([-5, 0]), stored.size)]
+
+
+def call_it_int8(found):
+    first_tensor(found).properties.dtype = torch.int8
+
+
+UNCOVERED = {
+    "no chunk": cut_into(),
+    "a smaller chunk": cut_into(lambda rows, columns: ([0, 0], [1, 1])),
+    "a larger chunk": cut_into(lambda rows, columns: ([0, 0], [rows + 1, columns])),
+    "a chunk of fewer dimensions": cut_into(lambda rows, columns: ([0], [rows * columns])),
+    "a chunk before the beginning": cut_into(lambda rows, columns: ([-5, 0], [rows, columns])),
+    "a chunk of negative size": cut_into(lambda rows, columns: ([0, 0], [-rows, -columns])),
+    "a chunk beyond the end": cut_into(lambda rows, columns: ([0, 0], [rows, columns]),
+                                       lambda rows, columns: ([rows, 0], [1, columns])),
+    "a missing half": cut_into(lambda rows, columns: ([0, 0], [rows // 2, columns])),
+    "halves that overlap": cut_into(lambda rows, columns: ([0, 0], [rows // 2 + 1, columns]),
+                                    lambda rows, columns: ([rows // 2, 0], [rows - rows // 2, columns])),
+    "a hole as large as an overlap": cut_into(lambda rows, columns: ([0, 0], [2, columns]),
+                                              lambda rows, columns: ([1, 0], [rows - 2, columns])),
+    "a missing quarter": cut_into(lambda rows, columns: ([0, 0], [1, 1]),
+                                  lambda rows, columns: ([1, 0], [rows - 1, 1]),
+                                  lambda rows, columns: ([0, 1], [1, columns - 1])),
+    "a chunk twice": lambda found: first_tensor(found).chunks.append(first_tensor(found).chunks[0]),
+    "a chunk that is not stored": store_nothing,
+    "a chunk elsewhere than stored": move_one,
+    "integers": call_it_int8,
+}
+
+
+@pytest.mark.parametrize("change", UNCOVERED.values(), ids=UNCOVERED)
+def test_a_tensor_that_is_not_stored_whole_is_refused(change, copy):
+    """What is not read would be weights from uninitialised memory."""
+    metadata_with(copy, change)
+    refused(*play(copy), names=f"{copy / '.metadata'}: ")
+    export_refused(copy, f"{copy / '.metadata'}: ")
+
+
+def test_thousands_of_chunks_are_checked_in_a_moment():
+    """Each by its own row and column."""
+    chunks = [ChunkStorageMetadata(torch.Size([row, column]), torch.Size([1, 1]))
+              for row in range(200) for column in range(200)]
+    begin = time.monotonic()
+    assert _covers(torch.Size([200, 200]), chunks) and not _covers(torch.Size([200, 200]), chunks[1:])
+    assert time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize("kind", [list, dict, torch.zeros(3), torch.zeros(1, 1), torch.zeros(1, 1, 1)], ids=str)
+def test_a_tensor_of_another_shape_in_the_files_is_refused(kind, copy):
+    """The metadata is right; what it leads to is not."""
+    blob = io.BytesIO()
+    torch.save(kind if isinstance(kind, torch.Tensor) else kind(), blob)
+
+    def mislead(found):
+        (file,) = copy.glob("*.distcp")
+        index = next(index for index in found.storage_data if len(index.offset) == 2)
+        place = found.storage_data[index]
+        found.storage_data[index] = replace(place, offset=file.stat().st_size, length=len(blob.getvalue()))
+        file.write_bytes(file.read_bytes() + blob.getvalue())
+
+    metadata_with(copy, mislead)
+    export_refused(copy, f"{copy}: ")
+
+
+@pytest.mark.parametrize("link", ["hf/note.txt", "hf/folder", "elsewhere", "common.pt", "hf"])
+def test_a_link_in_a_checkpoint_is_refused(link, copy, tmp_path):
+    """An export would copy what it leads to: hashes of what is there are easily made to fit."""
+    secret = tmp_path / "secret"
+    if (copy / link).exists():
+        (copy / link).rename(secret)
+    elif link in ("hf/folder", "elsewhere"):
+        secret.mkdir()
+    else:
+        secret.write_text("secret")
+    (copy / link).symlink_to(secret)
+    seal_again(copy)
+    refused(*play(copy), names=f"{copy / link}: is a symbolic link")
+    export_refused(copy, f"{copy / link}: is a symbolic link")
+
+
+def test_a_checkpoint_behind_a_link_is_accepted(copy, tmp_path):
+    """Runs may lie on other disks."""
+    (tmp_path / "linked").symlink_to(copy.parent)
+    with pytest.raises(Accepted):
+        run(*resume(tmp_path / "linked" / copy.name))
+    (tmp_path / "step_9").symlink_to(copy)
+    assert convert("export", tmp_path / "step_9", tmp_path / "exported").returncode == 0
 
 
 @pytest.mark.parametrize("cut", [0, 1, 10, 1000])

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from megastep.policy.manifest import CheckpointError, read_manifest
+from megastep.policy.manifest import CheckpointError, data_files, read_manifest, refuse_damaged
 from tests import cases
 from tests.payloads import plant
 
@@ -58,6 +58,32 @@ def test_asynchronous_save_holds_the_step_it_was_asked_at(ranks, models, tmp_pat
     )[0]
     steps = ranks(2).run(cases.load_and_go_on, folder=folder, layout=EP2, checkpoint=tmp_path / "step_3", steps=3)[0]
     assert numbers(steps) == numbers(expected)
+
+
+def test_files_of_an_asynchronous_save_are_hashed_in_the_background(ranks, models, tmp_path):
+    """A rank that hashed gigabytes would not train meanwhile."""
+    for rank, hashed_by in ranks(2).run(cases.who_hashes, folder=models("qwen3_moe")[0], layout=TP2, root=tmp_path):
+        assert len(hashed_by) == 1 and rank not in hashed_by
+    written = read_manifest(tmp_path / "checkpoints" / "step_1")
+    refuse_damaged(tmp_path / "checkpoints" / "step_1", written, data_files(written))
+    assert {name.split("_")[2] for name in data_files(written)} == {"0", "1"}  # ranks
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_file_that_one_rank_cannot_read_ends_all_ranks(asynchronous, ranks, models, tmp_path):
+    """Others would wait for it until their timeout."""
+    arguments = dict(folder=models("qwen3_moe")[0], layout=TP2, root=tmp_path, asynchronous=asynchronous)
+    (saving, loading), others = ranks(2).run(cases.errors_where_one_cannot_read, **arguments)
+    assert others == (saving, loading)
+    assert "Input/output error" in saving and f"{tmp_path / 'step_2.partial'}/__1_" in saving
+    assert loading.startswith(f"{tmp_path / 'step_1'}/") and loading.endswith(": not readable (Input/output error)")
+
+
+def test_a_folder_that_the_first_rank_cannot_make_ends_all_ranks(ranks, models, tmp_path):
+    (tmp_path / "file").write_text("")
+    arguments = dict(folder=models("qwen3_moe")[0], layout=TP2, root=tmp_path / "file")
+    one, two = ranks(2).run(cases.error_where_the_first_cannot_write, **arguments)
+    assert one == two and f"Not a directory: '{tmp_path / 'file' / 'step_1.partial'}'" in one
 
 
 @pytest.mark.parametrize("keep, left", [(1, ["step_3"]), (2, ["step_2", "step_3"])])

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from megastep import cli
+from megastep import cli, stopping
 from megastep.architecture import read_architecture
 from megastep.sync.convert import rows_of
 from megastep.sync.hf_files import HFReader, write_shards
@@ -37,11 +37,16 @@ print(imports, peak())
 """
 
 
-def convert(*arguments) -> SimpleNamespace:
-    """The tool in this process; tests/test_train.py runs it as a user does."""
+def load_tool() -> ModuleType:
     spec = importlib.util.spec_from_file_location("convert_ckpt", "tools/convert_ckpt.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    return tool
+
+
+def convert(*arguments) -> SimpleNamespace:
+    """The tool in this process; tests/test_train.py runs it as a user does."""
+    tool = load_tool()
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         code = tool.main([str(a) for a in arguments])
@@ -171,16 +176,19 @@ def test_wrong_shape_is_found_before_anything_is_written(models, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
+@pytest.mark.parametrize("command", ["megastep", "tools/convert_ckpt.py"])
 @pytest.mark.parametrize("number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, "stopped")])
-def test_a_signal_leaves_nothing_behind(number, code, word, models, tmp_path, monkeypatch, capsys):
-    """In the middle of the weights, in a command that listens to signals as `megastep` does."""
+def test_a_signal_leaves_nothing_behind(number, code, word, command, models, tmp_path, monkeypatch, capsys):
+    """In the middle of the weights, by whichever name the conversion is called."""
     from megastep.sync import offline
 
     def signalled(*arguments):
+        assert stopping.is_listening()  # else the signal would end the tests
         os.kill(os.getpid(), number)
         return read(*arguments)
 
     read = offline.HFReader.__call__
     monkeypatch.setattr(offline.HFReader, "__call__", signalled)
-    assert cli.main(["import", str(models("llama")[0]), str(tmp_path / "ckpt")]) == code
+    main = cli.main if command == "megastep" else load_tool().main
+    assert main(["import", str(models("llama")[0]), str(tmp_path / "ckpt")]) == code
     assert f"{word}; nothing was left behind" in capsys.readouterr().err and not list(tmp_path.iterdir())
