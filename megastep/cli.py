@@ -276,11 +276,7 @@ def _view(args: argparse.Namespace) -> int:
     except ReportError as error:
         return _refuse([str(error)])
     except OSError as error:
-<<<<<<< HEAD
-        return _refuse([f"{str(error.filename)[:200]}: {error.strerror}"])
-=======
         return _refuse([paths.name_too_long(error) or f"{error.filename}: {error.strerror}"])
->>>>>>> fix1
     for path in written:
         print(path)
     return 0
