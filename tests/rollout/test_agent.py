@@ -1,6 +1,7 @@
 """S1, S7, S8, S9, S10: what an episode leaves behind, whatever the environment and the engine did."""
 
 import asyncio
+import re
 import time
 
 import numpy as np
@@ -466,13 +467,15 @@ def test_c11_cancelling_an_episode_ends_although_its_environment_does_not(swallo
 
 def test_c11_an_episode_that_is_late_can_be_cancelled(monkeypatch):
     """Between its time limit and its end, too, its environment is closed."""
-    monkeypatch.setattr("megastep.rollout.agent.CLOSE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("megastep.rollout.agent.CLOSE_TIMEOUT_S", 20.0)
+    is_late, may_end = asyncio.Event(), asyncio.Event()
 
     async def slow_to_end():
         try:
             await asyncio.sleep(60)
         finally:
-            await asyncio.sleep(0.3)
+            is_late.set()
+            await may_end.wait()
 
     async def run():
         renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
@@ -480,10 +483,9 @@ def test_c11_an_episode_that_is_late_can_be_cancelled(monkeypatch):
         limits = Limits(8, 200, 40, env_timeout_s=0.05)
         agent = Agent(chats.Script(renderer, [THINKING]), renderer, limits, Sampling(max_tokens=0))
         episode = asyncio.create_task(agent.play(lambda: env, 0, 0, "0/0"))
-        while not env.heard:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.15)
+        await is_late.wait()
         episode.cancel()
+        may_end.set()
         with pytest.raises(asyncio.CancelledError):
             await episode
         return env.closed, len(asyncio.all_tasks())
@@ -533,9 +535,10 @@ def test_c11_who_blocks_the_event_loop_is_named(capsys):
     patient, _, _ = play(Talk(waits))
     assert patient.env_metrics == {"success": True} and capsys.readouterr().err == ""
     trajectory, _, _ = play(Talk(sleeps, sleeps))
-    assert 1.2 <= trajectory.env_metrics["event_loop_blocked_s"] < 3
+    assert 1.2 <= trajectory.env_metrics["event_loop_blocked_s"] < 30
     (line,) = capsys.readouterr().err.splitlines()  # once
-    assert line.startswith("warning: environment Talk: step() held the event loop for 0.6 s at a stretch, and every")
+    found = re.fullmatch(r"warning: environment Talk: step\(\) held the event loop for (\S+) s at a stretch, and every.*", line)
+    assert found and float(found[1]) >= 0.6
 
 
 def test_c11_many_short_blocks_are_noticed_too(capsys, monkeypatch):
