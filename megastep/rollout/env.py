@@ -44,6 +44,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from megastep.secrets import hide
 from megastep.stopping import Stopped
 from megastep.types import Group
 
@@ -311,7 +312,21 @@ def lone_surrogate(value: Any) -> str | None:
     return None
 
 
-_REPR = reprlib.Repr()
+class _Repr(reprlib.Repr):
+    """Hides secrets before it cuts."""
+
+    def repr_str(self, text: str, level: int) -> str:
+        return super().repr_str(hide(text), level)
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        try:
+            text = hide(repr(value))
+        except Exception:  # then this one says what it is of
+            return super().repr_instance(value, level)
+        return text if len(text) <= self.maxother else text[: self.maxother - 3] + "..."
+
+
+_REPR = _Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
@@ -335,7 +350,7 @@ def one_line(error: BaseException) -> str:
         text = str(error)
     except Exception as broken:
         text = f"its text cannot be had, {type(broken).__name__}"
-    return " ".join(text[:1000].split())[:300].encode("utf-8", "backslashreplace").decode()
+    return " ".join(hide(text)[:1000].split())[:300].encode("utf-8", "backslashreplace").decode()
 
 
 # ---------------------------------------------------------------- blocking work

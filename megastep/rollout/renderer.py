@@ -43,6 +43,7 @@ from typing import Any
 import numpy as np
 
 from megastep.rollout.env import Message, one_line, told
+from megastep.secrets import hide
 from megastep.stopping import Stopped
 
 TRIAL_S = 5.0  # for a rendering of one word
@@ -204,7 +205,7 @@ class Renderer:
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
             )
         except Exception as error:  # templates are programs
-            roles = ", ".join(m["role"] for m in messages)
+            roles = hide(", ".join(m["role"] for m in messages))
             raise RenderError(f"the chat template refuses messages of {roles[:80]}: {one_line(error)}") from None
 
     def _encode(self, text: str) -> np.ndarray:
