@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from megastep.rollout import watch
 from megastep.rollout.agent import Agent, Limits, Recorded, call_seed
 from megastep.rollout.env import Env, Outcome
 from megastep.rollout.generation import Generation, Sampling
@@ -539,6 +540,72 @@ def test_c11_who_blocks_the_event_loop_is_named(capsys):
     (line,) = capsys.readouterr().err.splitlines()  # once
     found = re.fullmatch(r"warning: environment Talk: step\(\) held the event loop for (\S+) s at a stretch, and every.*", line)
     assert found and float(found[1]) >= 0.6
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What the watching thread says, as it says it; it looks often here."""
+    monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(watch, "OPEN_S", (0.2, 0.6))
+    said = []
+    monkeypatch.setattr(watch, "warn", said.append)
+    return said
+
+
+def blocks_until(condition) -> None:
+    """Holds the event loop, computing; at most 30 s."""
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        pass
+
+
+@pytest.mark.parametrize("where, who", [
+    ("made", "the environment's __init__ has"), ("start", "environment Stuck: start() has"),
+    ("step", "environment Stuck: step() has"), ("close", "environment Stuck: close() has"),
+    ("template", "environment Stuck: the chat template or tokenizer, on its messages, has"),
+])
+def test_c11_a_stretch_that_does_not_end_is_told_of_while_it_lasts(where, who, warnings, monkeypatch):
+    at = []
+
+    def stuck(here: str) -> None:
+        if here == where:
+            blocks_until(lambda: len(warnings) >= 2)
+            at.append(list(warnings))
+
+    class Stuck(Talk):
+        def __init__(self):
+            stuck("made")
+            super().__init__()
+
+        async def start(self):
+            stuck("start")
+            return await super().start()
+
+        async def step(self, text, ids):
+            await asyncio.sleep(0)
+            stuck("step")
+            return await super().step(text, ids)
+
+        async def close(self):
+            stuck("close")
+
+    renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
+    history = renderer.history
+    monkeypatch.setattr(renderer, "history", lambda messages: stuck("template") or history(messages))
+    agent = Agent(chats.Script(renderer, [THINKING]), renderer, Limits(8, 200, 40, 60.0), Sampling(max_tokens=0))
+    asyncio.run(agent.play(Stuck, 0, 0, "0/0"))
+    ((first, again),) = at
+    assert first.startswith(f"{who} held the event loop for ") and again.startswith(who)
+    assert warnings[2:] == [] or "at a stretch" in warnings[2]  # what is said once it has ended
+
+
+def test_c11_what_awaits_is_not_told_of(warnings):
+    async def waits():
+        await asyncio.sleep(1.0)
+        return Outcome([{"role": "user", "content": "on"}])
+
+    play(Talk(waits))
+    assert not any("step()" in line for line in warnings) and not watch._open
 
 
 def test_c11_many_short_blocks_are_noticed_too(capsys, monkeypatch):
