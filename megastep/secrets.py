@@ -5,20 +5,32 @@
         api_key: ${env:SEARCH_KEY}     the variable SEARCH_KEY of the process that trains
 
 The config keeps the name. `resolved` gives an environment the value when it is constructed. What is written,
-config.yaml and what goes to W&B, passes through `redacted`: values under keys that sound like secrets become `***`.
+config.yaml and what goes to W&B, passes through `redacted`: what stands below a key that sounds like a secret becomes
+`***`. What an environment reports, and the text of every exception before it is cut, passes through `hide`.
 """
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import quote, unquote
 
 HIDDEN = "***"
+SHORTEST = 4  # characters of a value that is looked for: less is no secret, and in every other text
 _VARIABLE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
-_SECRET_WORDS = {"apikey", "auth", "authorization", "bearer", "credential", "credentials", "passphrase", "passwd",
-                 "password", "pwd", "secret", "secrets", "token"}
-_SECRET_PAIRS = re.compile(r"(api|access|private|secret|service|account)_?key(_id)?$")
-_IN_ADDRESS = re.compile(r"(://)[^/@\s]+@")  # user:password@host
+_SECRET_WORDS = {"apikey", "apikeys", "auth", "authorization", "bearer", "credential", "credentials", "oauth",
+                 "passphrase", "passphrases", "passwd", "password", "passwords", "pwd", "secret", "secrets", "sig",
+                 "signature", "token"}
+_SECRET_PARTS = re.compile(r"(^|_)keys?$|(api|access|private|secret|service|account)_?keys?(_id)?$"
+                           r"|(access|api|auth|refresh|session)_?tokens$")
+_AMOUNTS = re.compile(r"token_(budget|count|length|limit|size)")  # of what a model reads
+_NEW_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+# user:password@ reaches to the last @: a password may hold @ and /. Without a colon, to the last @ before the path.
+_IN_ADDRESS = re.compile(r"://([^/?#\s:]*:\S*|[^/?#\s]+)@")
+_IN_QUERY = re.compile(r"([?&;#])([^=?&;#\s]+)=([^&\s]+)")
+
+
+# ---------------------------------------------------------------- variables
 
 
 def without_variables(text: str) -> str:
@@ -35,52 +47,90 @@ def unset_variables(options: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def resolved(options: dict[str, Any]) -> dict[str, Any]:
-    return _mapped(options, lambda text: _VARIABLE.sub(lambda found: os.environ[found[1]], text))
+    """With the values of the variables, which `hide` knows from now on."""
+    return _mapped(options, lambda text: _VARIABLE.sub(lambda found: _value(found[1]), text))
 
 
-def values_of(options: dict[str, Any]) -> list[str]:
-    """What the variables hold, to be kept out of what an environment reports."""
-    names = {name for _, text in _texts(options) for name in _VARIABLE.findall(text)}
-    return [os.environ[name] for name in names if os.environ.get(name)]
+def _value(name: str) -> str:
+    value = os.environ[name]
+    if len(value.strip()) >= SHORTEST and value not in _forms:
+        # As it is, on one line, within a repr, within an address.
+        _forms[value] = {value, " ".join(value.split()), repr(value)[1:-1], _in_address(value)}
+    return value
 
 
-def hidden(metrics: dict[str, Any], secrets: list[str]) -> dict[str, Any]:
-    """`metrics` without these values, such as in the text of an exception."""
+def _in_address(value: str) -> str:
+    return quote(value, safe="", errors="surrogateescape")
 
-    def hide(text: str) -> str:
-        for secret in secrets:
-            text = text.replace(secret, HIDDEN)
-        return text
 
-    return _mapped(metrics, hide) if secrets else metrics
+_forms: dict[str, set[str]] = {}  # value of a variable that was read → how it may be written
+
+
+def hide(text: str) -> str:
+    """`text` without the values of variables. Before it is cut: half a value is not found."""
+    for form in sorted((form for forms in _forms.values() for form in forms), key=len, reverse=True):
+        text = text.replace(form, HIDDEN)
+    return text
+
+
+def hidden(metrics: Any) -> Any:
+    """`metrics` without these values, in names and in texts."""
+    if not _forms:
+        return metrics
+    if isinstance(metrics, dict):
+        return {hide(key): hidden(value) for key, value in metrics.items()}
+    if isinstance(metrics, list):
+        return [hidden(value) for value in metrics]
+    return hide(metrics) if isinstance(metrics, str) else metrics
+
+
+# ---------------------------------------------------------------- what is written
 
 
 def redacted(tree: dict[str, Any]) -> dict[str, Any]:
     """A config's tree as it may be written."""
-    return {key: _redacted(str(key), value) for key, value in tree.items()}
+    return _redacted(tree, is_secret=False)
 
 
-def _redacted(key: str, value: Any) -> Any:
+def _redacted(value: Any, is_secret: bool) -> Any:
+    """`is_secret`: whether a key above it sounds so."""
     if isinstance(value, dict):
-        return redacted(value)
+        return {key: _redacted(entry, is_secret or _sounds_secret(str(key))) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_redacted(key, entry) for entry in value]
-    if not isinstance(value, str) or not value:
+        return [_redacted(entry, is_secret) for entry in value]
+    if value is None or value == "" or isinstance(value, bool):  # they hold no secret
         return value
-    if _sounds_secret(key) and not _VARIABLE.fullmatch(value):
-        return HIDDEN
-    return _IN_ADDRESS.sub(rf"\1{HIDDEN}@", value)
+    if is_secret:
+        return value if isinstance(value, str) and _VARIABLE.fullmatch(value) else HIDDEN
+    return _redacted_address(value) if isinstance(value, str) else value
+
+
+def _redacted_address(text: str) -> str:
+    def user(found: re.Match) -> str:
+        plain = without_variables(found[1])
+        name, colon, password = plain.partition(":")
+        is_variable = plain != found[1] and not (password if colon else name)
+        return found[0] if is_variable else f"://{HIDDEN}@"
+
+    def parameter(found: re.Match) -> str:
+        before, name, value = found.groups()
+        is_plain = _sounds_secret(unquote(name)) and not _VARIABLE.fullmatch(value)
+        return f"{before}{name}={HIDDEN}" if is_plain else found[0]
+
+    return _IN_QUERY.sub(parameter, _IN_ADDRESS.sub(user, text))
 
 
 def _sounds_secret(key: str) -> bool:
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower().replace("-", "_")
-    return bool(set(name.split("_")) & _SECRET_WORDS or _SECRET_PAIRS.search(name))
+    words = re.findall(r"[a-z]+", _NEW_WORD.sub("_", key).lower())
+    name = _AMOUNTS.sub("", "_".join(words))
+    return bool(set(name.split("_")) & _SECRET_WORDS or _SECRET_PARTS.search(name))
 
 
 def hidden_keys(tree: dict[str, Any]) -> Iterator[str]:
     """Keys whose value was redacted when the config was written."""
     for key, text in _texts(tree):
-        if text == HIDDEN or f"://{HIDDEN}@" in text:
+        parameters = [value for _, _, value in _IN_QUERY.findall(text)]
+        if text == HIDDEN or f"://{HIDDEN}@" in text or HIDDEN in parameters:
             yield key
 
 
@@ -95,7 +145,7 @@ def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield prefix, tree
 
 
-def _mapped(value: Any, change) -> Any:
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {key: _mapped(entry, change) for key, entry in value.items()}
     if isinstance(value, list):

@@ -1,6 +1,7 @@
 """Long work says how far it is, on a terminal and in the log of a job."""
 
 import io
+import re
 import time
 
 from megastep import progress
@@ -42,15 +43,16 @@ def test_a_wait_counts_its_seconds(monkeypatch):
     with progress.waiting("engines", log):
         time.sleep(0.3)
     *counted, last = log.getvalue().splitlines()
-    assert len(counted) >= 2 and set(counted) == {"engines: 0 s, still waiting"} and last == "engines: 0 s"
+    assert counted and all(re.fullmatch(r"engines: \d+ s, still waiting", line) for line in counted)
+    assert re.fullmatch(r"engines: \d+ s", last)
 
 
 def test_a_wait_on_a_terminal_is_one_line_also_if_it_fails():
     shown = Terminal()
     try:
         with progress.waiting("engines", shown):
-            time.sleep(1.1)
+            time.sleep(1.6)
             raise OSError
     except OSError:
         pass
-    assert shown.getvalue() == "\rengines: 1 s\rengines: 1 s\n"
+    assert re.fullmatch(r"(\rengines: [1-9]\d* s){2,}\n", shown.getvalue())

@@ -1,21 +1,28 @@
 """D3: secrets of environments are named in the config, read at use, written nowhere; nothing is uploaded unasked."""
 
 import asyncio
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
+from urllib.parse import quote
 
+import numpy as np
 import pytest
 import yaml
 
 from megastep import paths, secrets
 from megastep.config import ConfigError, load, to_yaml
 from megastep.report import MetricsLog, _wandb_id
+from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env, Outcome
+from megastep.rollout.generation import Generation, Sampling
 from megastep.rollout.pool import Pool
+from megastep.rollout.renderer import Renderer
 from megastep.rundir import Run
 from tests.runs import LOCAL
 
@@ -47,41 +54,78 @@ def test_what_is_written_can_be_run_again(tmp_path):
     assert load(written) == paths.absolute(given)
 
 
-def test_an_environment_gets_the_value_and_its_errors_are_kept_free_of_it():
-    """Real episodes: what an exception says goes into metrics and rollout files."""
-    seen = []
+class Leaky(Env):
+    """Says its key where the row tells it to, after so many other characters."""
 
-    class Leaky(Env):
-        def __init__(self, row, *, api_key: str):
-            seen.append(api_key)
+    def __init__(self, row, *, api_key: str):
+        self.row, self.said = row, row["before"] * "x" + row.get("form", str)(api_key) + " was refused"
+        if row["where"] == "made":
+            raise RuntimeError(self.said)
 
-        async def start(self):
-            raise RuntimeError(f"401: key {SECRET} was refused")
+    async def start(self):
+        if self.row["where"] == "start":
+            raise RuntimeError(self.said)
+        return self.said if self.row["where"] == "message" else [{"role": "user", "content": "?"}]
 
-        async def step(self, action) -> Outcome:
-            raise NotImplementedError
+    async def step(self, text, ids) -> Outcome:
+        if self.row["where"] == "step":
+            raise RuntimeError(self.said)
+        if self.row["where"] == "outcome":
+            return [self.said]
+        return Outcome(done=True, metrics={"said": self.said, self.said: [self.said]})
 
-    async def unused(*_, **__):
-        raise AssertionError("no model call is needed")
-
-    pool = Pool(agent(unused), Leaky, 1, 1, {"api_key": "${env:LOOKUP_KEY}"})
-    (group,) = asyncio.run(pool.run([Prompt(0, {})]))
-    assert seen == [SECRET]
-    assert group.trajectories[0].env_metrics["error"].count(secrets.HIDDEN) == 1
-    assert SECRET not in repr(group)
+    async def close(self):
+        if self.row["where"] == "close":
+            raise RuntimeError(self.said)
 
 
-def agent(generate):
-    from megastep.rollout.agent import Agent, Limits
-    from megastep.rollout.generation import Sampling
-    from megastep.rollout.renderer import Renderer
+async def ends_at_once(*_, **__):
+    return Generation(np.array([3], np.int32), np.zeros(1, np.float32), np.array([[0, 1]], np.int32), "stop")
 
-    renderer = Renderer.for_model("configs/models/chase", "chat", {})
-    return Agent(generate, renderer, Limits(2, 64, 8, 5.0), Sampling(max_tokens=8), seed="s")
+
+def said_by(row: dict) -> str:
+    """All that is kept of an episode's metrics."""
+    pool = Pool(agent(ends_at_once), Leaky, 1, 1, {"api_key": "${env:LOOKUP_KEY}"})
+    (group,) = asyncio.run(pool.run([Prompt(0, row)]))
+    return json.dumps(group.trajectories[0].env_metrics)
+
+
+@pytest.mark.parametrize("where", ["made", "start", "message", "step", "outcome", "close", "metrics"])
+@pytest.mark.parametrize("before", [0, 20, 45, 60, 270, 290, 985])
+def test_what_an_environment_says_is_kept_free_of_the_value(where, before, monkeypatch):
+    """Real episodes: what an exception says goes into metrics and rollout files. Texts are cut at 80, 300 and 1000
+    characters, and what is left of a value at the cut would not be found."""
+    key = "".join(chr(ord("A") + i % 26) for i in range(43))
+    monkeypatch.setenv("LOOKUP_KEY", key)
+    said = said_by({"where": where, "before": before})
+    assert "xxx" in said or not before
+    assert not any(key[i : i + 4] in said for i in range(40)), said
+
+
+@pytest.mark.parametrize("value", ["ab cd\nef gh", "abcdefgh\n", " abcd  efgh ", "a+b/c=d&e", "caf\u00e9 x"])
+@pytest.mark.parametrize("form", [str, repr, lambda key: " ".join(key.split()), lambda key: quote(key, safe="")],
+                         ids=["plain", "repr", "one line", "quoted"])
+def test_the_value_is_found_however_it_is_written(value, form, monkeypatch):
+    monkeypatch.setenv("LOOKUP_KEY", value)
+    for where in ("start", "metrics"):
+        said = json.loads(said_by({"where": where, "before": 0, "form": form}))
+        text = said["error"] if where == "start" else said["said"]
+        assert re.fullmatch(r"(RuntimeError: )?\W*\*\*\*\W*( was refused)", text), text
+
+
+@functools.cache
+def renderer() -> Renderer:
+    return Renderer.for_model("configs/models/chase", "chat", {})
+
+
+def agent(generate) -> Agent:
+    return Agent(generate, renderer(), Limits(2, 64, 8, 5.0), Sampling(max_tokens=8), seed="s")
 
 
 @pytest.mark.parametrize("key", ["api_key", "apiKey", "API-KEY", "token", "hf_token", "password", "db_passwd", "secret",
-                                 "client_secret", "access_key", "authorization", "credentials", "private_key"])
+                                 "client_secret", "access_key", "authorization", "credentials", "private_key",
+                                 "openai_key", "search_key", "apiKeys", "x-api-key", "OpenAIKey", "key", "key2",
+                                 "auth_tokens"])
 def test_values_under_such_keys_are_left_out(key, tmp_path):
     given = load(LOCAL, [f"env.options={json.dumps({key: SECRET, 'deep': [{key: SECRET}]})}"])
     assert SECRET not in to_yaml(given) and SECRET not in repr(secrets.redacted(asdict(given)))
@@ -91,14 +135,54 @@ def test_values_under_such_keys_are_left_out(key, tmp_path):
     assert error.value.problems[0].startswith(f"env.options.{key} = ***: a secret was left out when this file was")
 
 
-@pytest.mark.parametrize("key", ["max_tokens", "tokens", "keyboard", "monkey", "key", "author", "stop"])
+@pytest.mark.parametrize("key", ["max_tokens", "tokens", "keyboard", "monkey", "keyed", "author", "stop", "token_limit"])
 def test_values_under_other_keys_are_kept(key):
     assert yaml.safe_load(to_yaml(load(LOCAL, [f"env.options.{key}=plain"])))["env"]["options"] == {key: "plain"}
 
 
-def test_a_password_in_an_address_is_left_out():
-    written = to_yaml(load(LOCAL, ["env.options.url=https://me:pw1@host/x"]))
-    assert "pw1" not in written and "https://***@host/x" in written
+@pytest.mark.parametrize("below, written", [
+    ("12345678", "***"), ("0.5", "***"), ("[a1, [b1]]", ["***", ["***"]]), ("true", True), ("null", None), ("''", ""),
+    ("{user: bob, value: hunter2}", {"user": "***", "value": "***"}), ("[{value: 7}]", [{"value": "***"}]),
+    ("['${env:LOOKUP_KEY}']", ["${env:LOOKUP_KEY}"]), ("{a: '${env:LOOKUP_KEY}'}", {"a": "${env:LOOKUP_KEY}"}),
+])
+@pytest.mark.parametrize("key", ["password", "credentials", "apiKeys"])
+def test_all_that_stands_below_such_a_key_is_left_out(key, below, written, tmp_path):
+    given = load(LOCAL, [f"env.options={{{key}: {below}}}"])
+    text = to_yaml(given)
+    assert yaml.safe_load(text)["env"]["options"] == {key: written}
+    (tmp_path / "config.yaml").write_text(text)
+    if "***" not in repr(written):
+        assert load(tmp_path / "config.yaml").env.options == given.env.options
+        return
+    with pytest.raises(ConfigError, match=rf"env.options.{key}\S* = \*\*\*: a secret was left out"):
+        load(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("address, written", [
+    ("https://me:pw1@host/x", "https://***@host/x"),
+    ("https://pw1@host/x", "https://***@host/x"),
+    ("postgres://u:pw@ss1@h:5432/db", "postgres://***@h:5432/db"),
+    ("postgres://u:pw/w1@h/db", "postgres://***@h/db"),
+    ("postgres://u:pw?#w1@h", "postgres://***@h"),
+    ("https://h/?api_key=pw1", "https://h/?api_key=***"),
+    ("https://h/s?q=a&accessToken=pw1;x#y&n=3", "https://h/s?q=a&accessToken=***&n=3"),
+    ("/s?x-api%2Dkey=pw1", "/s?x-api%2Dkey=***"),
+])
+def test_secrets_in_an_address_are_left_out(address, written, tmp_path):
+    text = to_yaml(load(LOCAL, [f"env.options.url={address}"]))
+    assert yaml.safe_load(text)["env"]["options"]["url"] == written
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="env.options.url = .*a secret was left out"):
+        load(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("address", [
+    "https://h/a@b", "https://h:80/x?q=1:2", "https://h?mail=a@b", "https://h/?q=key&max_tokens=5", "me@host",
+    "https://${env:LOOKUP_KEY}@h/x", "pg://me:${env:LOOKUP_KEY}@h", "https://h/?api_key=${env:LOOKUP_KEY}&n=1",
+    "pg://${env:LOOKUP_KEY}:${env:LOOKUP_KEY}@h",
+])
+def test_addresses_without_a_secret_are_kept(address):
+    assert yaml.safe_load(to_yaml(load(LOCAL, [f"env.options.url={address}"])))["env"]["options"]["url"] == address
 
 
 def test_a_variable_that_is_not_set_is_told_before_anything_starts():

@@ -100,10 +100,15 @@ def answer(request: dict) -> dict:
     except (sqlite3.Error, sqlite3.Warning) as error:
         late = "interrupted" in str(error)
         return {"error": f"stopped after {request['timeout_s']:g} s" if late else str(error)}
-    except MemoryError:
-        return {"error": f"out of memory: a query has {HEAP_BYTES >> 20} MB"}
     except (ValueError, OverflowError) as error:  # a null character, text that is no UTF-8
         return {"error": str(error)}
+
+
+def reply(request: dict) -> str:
+    try:
+        return json.dumps(answer(request), default=lambda blob: {"blob": blob.hex()})
+    except MemoryError:  # of SQLite, or of what Python makes of its rows
+        return json.dumps({"error": f"out of memory: a query has {HEAP_BYTES >> 20} MB"})
 
 
 def limit_process() -> None:
@@ -121,7 +126,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["timeout_s"] + GRACE_S)
-        made = json.dumps(answer(request), default=lambda blob: {"blob": blob.hex()})
+        made = reply(request)
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(made, flush=True)
 

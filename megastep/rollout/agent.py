@@ -38,7 +38,7 @@ from megastep.config import RolloutConfig
 from megastep.rollout.env import Env, Message, Outcome, answer, checked_outcome, checked_start, told
 from megastep.rollout.generation import Generate, Generation, Sampling
 from megastep.rollout.renderer import Renderer
-from megastep.rollout.watch import STRETCH_S, LoopWatch, timed, warn
+from megastep.rollout.watch import STRETCH_S, LoopWatch, open_stretch, timed, warn
 from megastep.types import Step, Trajectory, recorded_tokens
 
 CLOSE_TIMEOUT_S = 10.0
@@ -176,7 +176,8 @@ class _Episode:
         alarm = asyncio.get_running_loop().call_later(seconds, lambda: self.late.done() or self.late.set_result(None))
         try:
             async with asyncio.timeout(seconds) as clock:
-                made = await timed(method(*arguments), lambda stretch_s: self.watched(method.__name__, stretch_s))
+                name = method.__name__
+                made = await timed(method(*arguments), lambda: self.who(name), lambda s: self.watched(name, s))
         except (Exception, asyncio.CancelledError):
             if not clock.expired():
                 raise
@@ -193,13 +194,17 @@ class _Episode:
         if stretch_s >= STRETCH_S:
             self.blocked_s += stretch_s
 
+    def who(self, method: str) -> str:
+        return "the environment's __init__" if self.env is None else f"environment {self.env_name()}: {method}()"
+
     def env_name(self) -> str:
         return "that could not be made" if self.env is None else type(self.env).__name__
 
     def render(self, method: Callable, *arguments):
         """What cannot be rendered or encoded is the environment's: it said it."""
         try:
-            return method(*arguments)
+            with open_stretch(lambda: f"environment {self.env_name()}: the chat template or tokenizer, on its messages,"):
+                return method(*arguments)
         except Exception as error:
             raise _Stop("env_error", "error", told(error)) from None
 

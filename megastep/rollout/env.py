@@ -36,7 +36,7 @@ import reprlib
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from random import Random
@@ -44,6 +44,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from megastep.secrets import hide
 from megastep.types import Group
 
 ENTRY_POINTS = "megastep.envs"
@@ -126,8 +127,20 @@ def find_env(name: str) -> type[Env]:
     env = _imported(module, attribute, shown)
     if not (inspect.isclass(env) and issubclass(env, Env)):
         raise EnvError(f"{shown}: {attribute} is no class derived from megastep.rollout.env.Env")
-    _check_class(env, shown)
+    with _inspected(shown):
+        _check_class(env, shown)
     return env
+
+
+@contextlib.contextmanager
+def _inspected(shown: str) -> Iterator[None]:
+    """A metaclass or a descriptor may raise anything when a class is looked at."""
+    try:
+        yield
+    except EnvError:
+        raise
+    except Exception as error:
+        raise EnvError(f"{shown}: the class cannot be inspected, {told(error)}") from None
 
 
 def _imported(module: str, attribute: str, shown: str) -> Any:
@@ -154,7 +167,7 @@ def _check_class(env: type[Env], shown: str) -> None:
     columns = env.columns
     fits = isinstance(columns, dict) and all(isinstance(n, str) and inspect.isclass(k) for n, k in columns.items())
     if not fits:
-        raise EnvError(f"{shown}: {env.__name__}.columns is {_short(columns)}; write {{name: type}}, such as "
+        raise EnvError(f"{shown}: {env.__name__}.columns is {short(columns)}; write {{name: type}}, such as "
                        '{"question": str}')
 
 
@@ -171,7 +184,8 @@ def not_async(env: type[Env], method: str) -> str:
 
 
 def check_options(env: type[Env], options: dict[str, Any]) -> None:
-    parameters = list(inspect.signature(env).parameters.values())
+    with _inspected(f"env.name: {env.__name__}.__init__"):
+        parameters = list(inspect.signature(env).parameters.values())
     if not any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
         raise EnvError(f"env.name: {env.__name__} takes no row; write def __init__(self, row, ...)")
     parameters = parameters[1:]
@@ -210,7 +224,7 @@ def checked_messages(messages: Any, max_characters: int) -> list[Message]:
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     )
     if not ok:
-        raise EnvError(f"expected chat messages with role and content, got {_short(messages)}")
+        raise EnvError(f"expected chat messages with role and content, got {short(messages)}")
     characters = sum(len(text) for m in messages for text in m.values() if isinstance(text, str))
     if characters > max_characters:
         # Not shortened: that would change the task, and nobody would know.
@@ -221,7 +235,7 @@ def checked_messages(messages: Any, max_characters: int) -> list[Message]:
 def checked_outcome(outcome: Any, max_characters: int) -> Outcome:
     """The outcome, if it is one that can be recorded."""
     if not isinstance(outcome, tuple) or not 3 <= len(outcome) <= len(Outcome._fields):
-        raise EnvError(f"step() returned {_short(outcome)}; an Outcome is needed")
+        raise EnvError(f"step() returned {short(outcome)}; an Outcome is needed")
     outcome = Outcome(*outcome)
     return Outcome(
         observation=checked_messages(outcome.observation, max_characters),
@@ -238,13 +252,13 @@ def _checked_reward(reward: Any) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one: of a tensor with several elements
         number = math.nan
     if isinstance(reward, (str, bytes)) or not math.isfinite(number):
-        raise EnvError(f"step() returned the reward {_short(reward)}; a finite number is needed")
+        raise EnvError(f"step() returned the reward {short(reward)}; a finite number is needed")
     return number
 
 
 def _checked_done(done: Any) -> bool:
     if not isinstance(done, (bool, int, np.bool_, np.integer)):
-        raise EnvError(f"step() returned done = {_short(done)}; True or False is needed")
+        raise EnvError(f"step() returned done = {short(done)}; True or False is needed")
     return bool(done)
 
 
@@ -254,9 +268,9 @@ def _checked_state(state: Any) -> int | None:
     try:
         number = operator.index(state)
     except TypeError:
-        raise EnvError(f"step() returned the state {_short(state)}; an int is needed") from None
+        raise EnvError(f"step() returned the state {short(state)}; an int is needed") from None
     if number not in STATES:
-        raise EnvError(f"step() returned the state {_short(state)}; it must fit 64 bits: take hash(...) % 2**63")
+        raise EnvError(f"step() returned the state {short(state)}; it must fit 64 bits: take hash(...) % 2**63")
     return number
 
 
@@ -264,7 +278,7 @@ def _checked_metrics(metrics: Any) -> dict[str, Any]:
     try:
         text = json.dumps(dict(metrics), allow_nan=False, default=plain)
     except (TypeError, ValueError, RecursionError) as error:
-        raise EnvError(f"step() returned the metrics {_short(metrics)}: {one_line(error)}") from None
+        raise EnvError(f"step() returned the metrics {short(metrics)}: {one_line(error)}") from None
     if len(text) > METRICS_CHARACTERS:
         raise EnvError(f"step() returned metrics of {len(text)} characters; at most {METRICS_CHARACTERS} are recorded")
     if "\\ud" in text and (where := lone_surrogate(json.loads(text))):
@@ -272,10 +286,10 @@ def _checked_metrics(metrics: Any) -> dict[str, Any]:
     metrics = json.loads(text)
     for name, value in metrics.items():
         if isinstance(value, int) and abs(value) > sys.float_info.max:
-            raise EnvError(f"step() returned the metric {name} = {_short(value)}; it must fit a float")
+            raise EnvError(f"step() returned the metric {name} = {short(value)}; it must fit a float")
     success = metrics.get("success", True)
     if not isinstance(success, (bool, int, float)):
-        raise EnvError(f"step() returned the metric success = {_short(success)}; True, False or a number is needed")
+        raise EnvError(f"step() returned the metric success = {short(success)}; True, False or a number is needed")
     return metrics
 
 
@@ -295,18 +309,32 @@ def lone_surrogate(value: Any) -> str | None:
     return None
 
 
-_REPR = reprlib.Repr()
+class _Repr(reprlib.Repr):
+    """Hides secrets before it cuts."""
+
+    def repr_str(self, text: str, level: int) -> str:
+        return super().repr_str(hide(text), level)
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        try:
+            text = hide(repr(value))
+        except Exception:  # then this one says what it is of
+            return super().repr_instance(value, level)
+        return text if len(text) <= self.maxother else text[: self.maxother - 3] + "..."
+
+
+_REPR = _Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     text = " ".join(_REPR.repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _shown(name: str) -> str:
     """As it was written, unless that cannot be read."""
-    return name if name.isprintable() and name.strip() == name != "" and len(name) <= 80 else _short(name)
+    return name if name.isprintable() and name.strip() == name != "" and len(name) <= 80 else short(name)
 
 
 def told(error: BaseException) -> str:
@@ -319,7 +347,7 @@ def one_line(error: BaseException) -> str:
         text = str(error)
     except Exception as broken:
         text = f"its text cannot be had, {type(broken).__name__}"
-    return " ".join(text[:1000].split())[:300].encode("utf-8", "backslashreplace").decode()
+    return " ".join(hide(text)[:1000].split())[:300].encode("utf-8", "backslashreplace").decode()
 
 
 # ---------------------------------------------------------------- blocking work

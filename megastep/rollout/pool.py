@@ -57,7 +57,7 @@ class Pool:
         trajectory = await self.agent.play(
             lambda: self.env(prompt.row, **secrets.resolved(self.options)), prompt.id, index, session
         )
-        trajectory.env_metrics = secrets.hidden(trajectory.env_metrics, secrets.values_of(self.options))
+        trajectory.env_metrics = secrets.hidden(trajectory.env_metrics)
         return trajectory
 
 

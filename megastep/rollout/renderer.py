@@ -29,6 +29,7 @@ Text without such strings is encoded in one piece. A vocabulary that cannot spel
 unknown token there. What the model sampled keeps its control tokens, and those that it spelled out stay spelled out.
 """
 
+import contextlib
 import ctypes
 import inspect
 import json
@@ -43,8 +44,9 @@ from typing import Any
 import numpy as np
 
 from megastep.rollout.env import Message, one_line, told
+from megastep.secrets import hide
 
-TRIAL_S = 5.0  # for a rendering of one word
+TRIAL_S = 5.0  # for the conversations that a template is tried with
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _PLACEHOLDER = "a" + secrets.token_hex(8)  # no text has it, and no template would trim or escape it
 _MARK = "b" + secrets.token_hex(8)
@@ -52,6 +54,8 @@ _WORD = {"role": "user", "content": "?"}
 _ANSWER = {"role": "assistant", "content": "?"}
 _SYSTEM = {"role": "system", "content": "?"}
 _TRIALS = ([_WORD, _ANSWER, _WORD], [_SYSTEM, _WORD, _ANSWER, _WORD], [_WORD])  # a template may refuse some
+_LENGTHS = (9, 200)  # turns of longer trials: a template may loop where there are many
+_LONG_TEXT = "? " * 1000
 _TEMPLATES_OWN = {"tools", "documents"}  # arguments of apply_chat_template that it passes on as they are
 _CHANNEL = re.compile(
     r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start)\|>|\Z)", re.DOTALL
@@ -127,6 +131,18 @@ class Renderer:
         self._set_control({*control, *(t for t in self._special if t in turns)})
         if mode == "tokens":
             self.after_response([_WORD])
+        self._try_long(messages, mode)
+
+    def _try_long(self, messages: list[Message], mode: str) -> None:
+        """Long conversations and texts, for the time they take. To refuse them is the template's right."""
+        long = [{"role": "user", "content": _LONG_TEXT}]
+        trials = [[*messages, *[_ANSWER, _WORD] * turns] for turns in _LENGTHS] + [long]
+        for trial in trials:
+            with contextlib.suppress(RenderError):
+                self._render(trial)
+            if mode == "tokens":
+                with contextlib.suppress(RenderError):
+                    self.after_response(trial)
 
     def history(self, messages: list[Message]) -> "History":
         return self._history(self, messages)
@@ -201,7 +217,7 @@ class Renderer:
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
             )
         except Exception as error:  # templates are programs
-            roles = ", ".join(m["role"] for m in messages)
+            roles = hide(", ".join(m["role"] for m in messages))
             raise RenderError(f"the chat template refuses messages of {roles[:80]}: {one_line(error)}") from None
 
     def _encode(self, text: str) -> np.ndarray:
@@ -252,7 +268,8 @@ def within(seconds: float, function: Callable[[], None]) -> None:
     thread.join(seconds)
     if thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-        raise RenderError(f"the chat template takes longer than {seconds:g} s for one word; has it a loop without end?")
+        raise RenderError(f"the chat template takes longer than {seconds:g} s for trial conversations; has it a loop "
+                          "without end?")
     if raised:
         raise raised[0]
 

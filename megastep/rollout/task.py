@@ -12,11 +12,11 @@ from megastep.architecture import read_architecture
 from megastep.config import Config, ConfigError, EvalConfig, RolloutConfig
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import DataError, Prompt, PromptStream, load_data
-from megastep.rollout.env import BUILT_IN, Env, check_options, find_env
+from megastep.rollout.env import BUILT_IN, Env, EnvError, check_options, find_env, one_line, short, told
 from megastep.rollout.generation import Generate, Sampling
 from megastep.rollout.pool import Pool
 from megastep.rollout.renderer import Renderer, RenderError
-from megastep.types import Group
+from megastep.types import Group, RolloutError, validate
 
 
 @dataclass
@@ -48,8 +48,29 @@ class Task:
         return [Prompt(i, row) for i, row in enumerate(self.eval_rows[: self.config.eval.prompts])]
 
     def demonstrations(self) -> list[Group]:
+        """Raises EnvError where the environment has none, or none that can be trained on."""
         count = self.config.warm_start.trajectories
-        return self.env.demonstrations(count, self.config.train.seed, self.renderer) if count else []
+        if not count:
+            return []
+        what = f"warm_start.trajectories = {count}: {self.env.__name__}.demonstrations"
+        try:
+            groups = self.env.demonstrations(count, self.config.train.seed, self.renderer)
+        except EnvError as error:
+            raise EnvError(one_line(error)) from None
+        except (Exception, SystemExit) as error:  # whatever an environment does
+            raise EnvError(f"{what} raised {told(error)}") from None
+        self._check_demonstrations(groups, what)
+        return groups
+
+    def _check_demonstrations(self, groups: Any, what: str) -> None:
+        if not isinstance(groups, list) or not groups or not all(isinstance(group, Group) for group in groups):
+            raise EnvError(f"{what} returned {short(groups)}; a list of megastep.types.Group is needed")
+        try:
+            validate(groups, vocab=read_architecture(self.config.model.path).vocab)
+        except RolloutError as error:
+            raise EnvError(f"{what}: {error.summary()}") from None
+        except Exception as error:  # fields of other types than theirs
+            raise EnvError(f"{what} returned groups that cannot be read: {told(error)}") from None
 
     def pool(self, generate: Generate) -> Pool:
         return self._pool(generate, self.config.rollout, "train")

@@ -112,6 +112,11 @@ MODULES = {
     "columns_none": (mine(more="columns = None"), "Mine.columns is None"),
     "columns_names": (mine(more="columns = {'a': 'int'}"), "Mine.columns is {'a': 'int'}"),
     "columns_keys": (mine(more="columns = {1: int}"), "Mine.columns is {1: "),
+    "no_signature": (mine(init="__init__ = type('Init', (), {'__call__': lambda *a: 1, '__signature__': 5})()"),
+                     "Mine.__init__: the class cannot be inspected, TypeError"),
+    "builtin_init": (mine(init="__init__ = dict.update"), "Mine.__init__: the class cannot be inspected, ValueError"),
+    "metaclass": (HEAD + "class M(type(Env)):\n    def __getattr__(cls, name): raise RuntimeError('odd')\n"
+                  + mine().replace("(Env)", "(Env, metaclass=M)"), "the class cannot be inspected, RuntimeError: odd"),
     "no_row": (mine(init="def __init__(self): pass"), "Mine takes no row"),
     "needs_option": (mine(init="def __init__(self, row, *, url): pass"), "env.options.url: must be given"),
     "no_generate": (mine(), "Mine cannot generate episodes; give data.train a file"),
@@ -144,6 +149,45 @@ def test_c12_modules_beside_the_config(module, tmp_path, monkeypatch):
     config.write_text(f"model: {{path: {ROOT}/configs/models/chase, init: random}}\nenv: {{name: 'bad_own_{module}:Mine'}}\n"
                       "engine: {max_model_len: 256}\nrollout: {max_response_tokens: 9}\n")
     assert any(message in line for line in refused("train", config, *SMALL))
+
+
+ONE_GROUP = """
+    @classmethod
+    def demonstrations(cls, count, seed, renderer):
+        import numpy as np
+        from megastep.types import Group, Step, Trajectory
+        ids = np.array([3, {token}], np.int32)
+        step = Step(0, {last}, ids, ids, np.ones(2, bool), None, np.array([[0, 2]], np.int32))
+        return [Group(0, [Trajectory(0, 0, [step])])]
+"""
+DEMONSTRATIONS = {
+    "raises": ("lambda cls, *a: 1 / 0", "Mine.demonstrations raised ZeroDivisionError: division by zero"),
+    "exits": ("lambda cls, *a: exit(3)", "Mine.demonstrations raised SystemExit"),
+    "arguments": ("lambda cls: []", "Mine.demonstrations raised TypeError"),
+    "own_error": ("lambda cls, *a: (_ for _ in ()).throw(EnvError('not\\nnow'))", "error: not now"),
+    "none": ("lambda cls, *a: None", "Mine.demonstrations returned None; a list of megastep.types.Group is needed"),
+    "nothing": ("lambda cls, *a: []", "Mine.demonstrations returned []; a list of"),
+    "text": ("lambda cls, *a: ['x']", "Mine.demonstrations returned ['x']; a list of"),
+    "hollow": ("lambda cls, *a: [__import__('megastep.types').types.Group(0, [None])]",
+               "Mine.demonstrations returned groups that cannot be read: AttributeError"),
+    "not_last": (ONE_GROUP.format(token=3, last=False), "Mine.demonstrations: group 0, trajectory 0: steps marked last"),
+    "token": (ONE_GROUP.format(token=640, last=True), "640"),
+}
+
+
+@pytest.mark.parametrize("name", DEMONSTRATIONS)
+def test_c12_demonstrations(name, tmp_path, monkeypatch):
+    """A warm start on what an environment returned is refused before anything starts."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    made, message = DEMONSTRATIONS[name]
+    more = "generate = classmethod(lambda cls, random: {'a': 1})\n    "
+    more += made if "def " in made else f"demonstrations = classmethod({made})"
+    (tmp_path / f"bad_demo_{name}.py").write_text(mine(more=more))
+    config = tmp_path / "config.yaml"
+    config.write_text(f"model: {{path: {ROOT}/configs/models/chase, init: random}}\nenv: {{name: 'bad_demo_{name}:Mine'}}\n"
+                      "engine: {max_model_len: 256}\nrollout: {max_response_tokens: 9}\n")
+    (line,) = refused("train", config, "data.generated_rows=100", "warm_start.trajectories=2", f"run.dir={tmp_path}")
+    assert message in line
 
 
 OPTIONS = [

@@ -10,7 +10,14 @@ from tests.processes import descendants, ray_folders, wait_for
 from tests.runs import BARE, begin, left, megastep
 
 WORDS = {signal.SIGTERM: ("stopped", 75), signal.SIGINT: ("interrupted", 130)}
+ENDLESS = (*BARE, "env.name=tests.envs.broken:Endless", "data.train=generated")
 both = pytest.mark.parametrize("number", WORDS, ids=lambda number: number.name)
+
+
+@pytest.fixture(autouse=True)
+def began(tmp_path, monkeypatch):
+    """Where the environment says that it was asked for rows."""
+    monkeypatch.setenv("ENDLESS_BEGAN", str(tmp_path / "began"))
 
 
 def takes_signals(pid: int) -> bool:
@@ -32,12 +39,19 @@ def ends_well(process, number: signal.Signals) -> str:
 
 
 @both
-@pytest.mark.parametrize("delay_s", [0.0, 0.5, 2.0], ids=lambda seconds: f"after {seconds} s")
-def test_a_signal_in_the_first_seconds(number, delay_s, tmp_path):
-    """While Python imports, or reads config and data: nothing has started, and nothing is said of a checkpoint."""
-    process = begin(megastep("train", tmp_path, "r", *BARE))
+@pytest.mark.parametrize("delay_s", [0.0, 0.5], ids=lambda seconds: f"after {seconds} s")
+def test_a_signal_while_python_imports(number, delay_s, tmp_path):
+    """Nothing has started, and nothing is said of a checkpoint. However quick the imports are, rows never come."""
+    process = begin(megastep("train", tmp_path, "r", *ENDLESS))
     wait_for(lambda: takes_signals(process.pid))
     time.sleep(delay_s)
+    assert ends_well(process, number) == f"{WORDS[number][0]} before anything was started"
+
+
+@both
+def test_a_signal_while_data_is_read(number, tmp_path):
+    process = begin(megastep("train", tmp_path, "r", *ENDLESS))
+    wait_for((tmp_path / "began").exists)
     assert ends_well(process, number) == f"{WORDS[number][0]} before anything was started"
 
 

@@ -74,11 +74,31 @@ def test_c9_templates_that_raise(name, mode, model):
 def test_c9_templates_that_never_end(template, mode, model, monkeypatch):
     monkeypatch.setattr(renderer, "TRIAL_S", 0.1)
     (model / "chat_template.jinja").write_text(template)
-    assert "takes longer than 0.1 s for one word; has it a loop without end?" in problem(model, mode)
+    assert "takes longer than 0.1 s for trial conversations; has it a loop without end?" in problem(model, mode)
     for thread in threading.enumerate():
         if thread.name == "template":
             thread.join(5)
             assert not thread.is_alive(), "the template goes on"
+
+
+@pytest.mark.parametrize("mode", ["tokens", "chat"])
+@pytest.mark.parametrize("condition", ["messages | length > 4", "messages | length > 50", "messages[-1].content | length > 500",
+                                       "messages[0].content | length > 500 or messages | length > 10"])
+def test_c9_templates_that_never_end_in_a_long_conversation(condition, mode, model, monkeypatch):
+    """They would hang a run in its third turn, with every episode."""
+    monkeypatch.setattr(renderer, "TRIAL_S", 1.0)
+    own = (model / "chat_template.jinja").read_text()
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}"
+    (model / "chat_template.jinja").write_text("{% if " + condition + " %}" + loop + "{% endif %}" + own)
+    assert "takes longer than 1 s for trial conversations; has it a loop without end?" in problem(model, mode)
+
+
+@pytest.mark.parametrize("mode", ["tokens", "chat"])
+def test_a_template_may_refuse_long_conversations(mode, model):
+    own = (model / "chat_template.jinja").read_text()
+    refusal = "{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}"
+    (model / "chat_template.jinja").write_text(refusal + own)
+    Renderer.for_model(model, mode)
 
 
 @pytest.mark.parametrize("template", ["", "text", "{{ messages[0].content }}", "{{ messages[-1].role }}<eot>"])

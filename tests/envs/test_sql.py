@@ -2,9 +2,12 @@
 
 import asyncio
 import hashlib
+import os
+import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from megastep.envs import sql_data, sql_pool, sql_worker
 from megastep.envs.sql import SQL, QueryError, run_query, same_rows
 from megastep.rollout.data import read_rows
 from megastep.rollout.env import EnvError
+from tests.processes import alive, descendants
 
 NO_IDS = np.array([], np.int32)
 FOREVER = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
@@ -113,8 +117,9 @@ def peak_mb(process: int | str) -> int:
 
 
 @pytest.mark.parametrize("query", GREEDY, ids=range(len(GREEDY)))
-def test_d2_a_query_that_wants_memory_is_stopped_and_the_episode_goes_on(data, query):
+def test_d2_a_query_that_wants_memory_is_stopped_and_the_episode_goes_on(data, query, monkeypatch):
     """One of these took 3 GB of the driver, another 4."""
+    monkeypatch.setattr(sql_pool, "QUANTUM_S", 60.0)  # so that its process is kept, to be looked at
     env, before = make(data, query_timeout_s=10.0), peak_mb("self")
     greedy, after, solved = turns(
         env, f"<sql>{query}</sql>", "<sql>SELECT 1</sql>",
@@ -136,14 +141,31 @@ def test_d2_a_query_that_hangs_within_a_function_is_stopped(database):
     assert run_query(database, "SELECT 1", 5.0, 10) == [(1,)]
 
 
-def test_d2_a_process_that_died_is_replaced(database):
+def test_d2_a_process_that_died_while_idle_is_replaced_unnoticed(database):
     run_query(database, "SELECT 1", 5.0, 10)
     worker = sql_pool._idle[-1]
     worker.process.kill()
     worker.process.wait()
-    with pytest.raises(QueryError, match="stopped: it took too much memory"):
-        run_query(database, "SELECT 1", 5.0, 10)
     assert run_query(database, "SELECT 1", 5.0, 10) == [(1,)] and worker not in sql_pool._idle
+
+
+@pytest.mark.parametrize("number, answer", [
+    (signal.SIGTERM, [(1,)]), (signal.SIGHUP, [(1,)]), (signal.SIGKILL, "stopped: it took too much memory"),
+    (signal.SIGABRT, "stopped: it took too much memory"), (signal.SIGALRM, "stopped after 5 s"),
+])
+def test_d2_a_process_that_is_ended_meanwhile_is_asked_again_unless_the_query_is_to_blame(database, number, answer):
+    """A process in the worker's place takes the question and dies of the signal."""
+    run_query(database, "SELECT 1", 5.0, 10)
+    worker = sql_pool._idle[-1]
+    worker.end()
+    worker.process = subprocess.Popen([sys.executable, "-c", f"import os; input(); os.kill(os.getpid(), {int(number)})"],
+                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    if isinstance(answer, list):
+        assert run_query(database, "SELECT 1", 5.0, 10) == answer
+    else:
+        with pytest.raises(QueryError, match=answer):
+            run_query(database, "SELECT 1", 5.0, 10)
+    assert worker not in sql_pool._idle and run_query(database, "SELECT 1", 5.0, 10) == [(1,)]
 
 
 def test_d2_the_whole_process_has_a_limit_of_memory(database):
@@ -206,17 +228,48 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not worker.exists() or "zombie" in (worker / "status").read_text()
 
 
-def test_s17_a_slow_query_does_not_hold_up_other_episodes(data):
-    async def run():
-        begin = time.monotonic()
-        slow = asyncio.create_task(make(data, query_timeout_s=1.0).step(f"<sql>{FOREVER}</sql>", NO_IDS))
-        await asyncio.sleep(0.05)
-        await make(data).step("<sql>SELECT 1</sql>", NO_IDS)
-        took = time.monotonic() - begin
-        return took, slow.done(), (await slow).observation[0]["content"]
+def running() -> set:
+    """Processes for queries, below this one."""
+    return {p for p in descendants(os.getpid()) if any("sql_worker" in line for line in alive({p}))}
 
-    took, slow_was_done, shown = asyncio.run(run())
-    assert took < 0.9 and not slow_was_done and shown == "error: stopped after 1 s"
+
+def test_s17_slow_queries_do_not_hold_up_other_episodes(data):
+    """More of them than there are places; 20 s is far more than anything else takes here."""
+
+    async def run():
+        slow = [asyncio.create_task(make(data, query_timeout_s=20.0).step(f"<sql>{FOREVER}</sql>", NO_IDS))
+                for _ in range(2 * sql_pool.MOST)]
+        while len(running()) < len(slow) or sql_pool._places._value < sql_pool.MOST:
+            assert not any(task.done() for task in slow)
+            await asyncio.sleep(0.02)
+        quick = await make(data).step("<sql>SELECT 1</sql>", NO_IDS)
+        still_slow = sum(not task.done() for task in slow)
+        for pid, _ in running():
+            os.kill(pid, signal.SIGALRM)
+        return quick.observation[0]["content"], still_slow, [(await task).observation[0]["content"] for task in slow]
+
+    sql_pool.end_workers()
+    quick, still_slow, shown = asyncio.run(run())
+    assert quick == "1" and still_slow == len(shown) and set(shown) == {"error: stopped after 20 s"}
+    assert len(sql_pool._idle) <= 1  # slow ones are not used again
+
+
+def test_s17_slow_queries_are_bounded(data, monkeypatch):
+    monkeypatch.setattr(sql_pool, "_processes", threading.BoundedSemaphore(2))
+    sql_pool.end_workers()
+    most = 0
+
+    async def run():
+        nonlocal most
+        slow = [asyncio.create_task(make(data, query_timeout_s=0.4).step(f"<sql>{FOREVER}</sql>", NO_IDS))
+                for _ in range(5)]
+        while not all(task.done() for task in slow):
+            most = max(most, len(running()))
+            await asyncio.sleep(0.02)
+        return [task.result().observation[0]["content"] for task in slow]
+
+    assert asyncio.run(run()) == ["error: stopped after 0.4 s"] * 5
+    assert 1 <= most <= 2
 
 
 def test_results_are_shortened(data):
