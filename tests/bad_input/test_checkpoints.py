@@ -206,7 +206,8 @@ LONG = "long" * 75  # a name may have 255 bytes
 
 @pytest.mark.parametrize("argv", [
     ("train", CONFIG, f"run.resume={LONG}"), ("eval", CONFIG, f"run.resume={LONG}"),
-    ("train", CONFIG, f"run.dir={LONG}"), ("eval", CONFIG, f"run.dir={LONG}", "run.name=r"), ("rollout", CONFIG, "--out", LONG),
+    ("train", CONFIG, f"run.dir={LONG}"), ("eval", CONFIG, f"run.dir={LONG}", "run.name=r"),
+    ("rollout", CONFIG, "--out", LONG),
     ("export", LONG, "exported"), ("export", "checkpoint", LONG), ("import", LONG, "imported"), ("view", LONG),
     ("view", LONG, "--model", "m"),
 ], ids=lambda argv: " ".join(argv).replace(LONG, "LONG"))
