@@ -22,7 +22,7 @@ class Recorder:
     def __init__(self):
         self.asked = []
 
-    async def __call__(self, prompt_ids, sampling, *, session, routing_start=0):
+    async def __call__(self, prompt_ids, sampling, *, session, routing_start=0, routing_version=None):
         self.asked.append((session, sampling))
         raise RuntimeError("no engine here")
 
