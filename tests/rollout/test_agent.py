@@ -538,7 +538,7 @@ def test_c11_who_blocks_the_event_loop_is_named(capsys):
     trajectory, _, _ = play(Talk(sleeps, sleeps))
     assert 1.2 <= trajectory.env_metrics["event_loop_blocked_s"] < 30
     (line,) = capsys.readouterr().err.splitlines()  # once
-    found = re.fullmatch(r"warning: environment Talk: step\(\) held the event loop for (\S+) s at a stretch, and every.*", line)
+    found = re.match(r"warning: environment Talk: step\(\) held the event loop for (\S+) s at a stretch, and", line)
     assert found and float(found[1]) >= 0.6
 
 
@@ -562,7 +562,7 @@ def blocks_until(condition) -> None:
 @pytest.mark.parametrize("where, who", [
     ("made", "the environment's __init__ has"), ("start", "environment Stuck: start() has"),
     ("step", "environment Stuck: step() has"), ("close", "environment Stuck: close() has"),
-    ("template", "environment Stuck: the chat template or tokenizer, on its messages, has"),
+    ("template", "environment Stuck: the chat template, on its messages, has"),
 ])
 def test_c11_a_stretch_that_does_not_end_is_told_of_while_it_lasts(where, who, warnings, monkeypatch):
     at = []
