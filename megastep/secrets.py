@@ -55,12 +55,9 @@ def _value(name: str) -> str:
     value = os.environ[name]
     if len(value.strip()) >= SHORTEST and value not in _forms:
         # As it is, on one line, within a repr, within an address.
-        _forms[value] = {value, " ".join(value.split()), repr(value)[1:-1], _in_address(value)}
+        in_address = quote(value, safe="", errors="surrogateescape")
+        _forms[value] = {value, " ".join(value.split()), repr(value)[1:-1], in_address}
     return value
-
-
-def _in_address(value: str) -> str:
-    return quote(value, safe="", errors="surrogateescape")
 
 
 _forms: dict[str, set[str]] = {}  # value of a variable that was read → how it may be written

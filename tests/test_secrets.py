@@ -135,7 +135,7 @@ def test_values_under_such_keys_are_left_out(key, tmp_path):
     assert error.value.problems[0].startswith(f"env.options.{key} = ***: a secret was left out when this file was")
 
 
-@pytest.mark.parametrize("key", ["max_tokens", "tokens", "keyboard", "monkey", "keyed", "author", "stop", "token_limit"])
+@pytest.mark.parametrize("key", ["max_tokens", "tokens", "keyboard", "monkey", "keyed", "author", "token_limit"])
 def test_values_under_other_keys_are_kept(key):
     assert yaml.safe_load(to_yaml(load(LOCAL, [f"env.options.{key}=plain"])))["env"]["options"] == {key: "plain"}
 

@@ -203,7 +203,7 @@ class _Episode:
     def render(self, method: Callable, *arguments):
         """What cannot be rendered or encoded is the environment's: it said it."""
         try:
-            with open_stretch(lambda: f"environment {self.env_name()}: the chat template or tokenizer, on its messages,"):
+            with open_stretch(lambda: f"environment {self.env_name()}: the chat template, on its messages,"):
                 return method(*arguments)
         except Exception as error:
             raise _Stop("env_error", "error", told(error)) from None

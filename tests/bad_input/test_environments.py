@@ -170,7 +170,7 @@ DEMONSTRATIONS = {
     "text": ("lambda cls, *a: ['x']", "Mine.demonstrations returned ['x']; a list of"),
     "hollow": ("lambda cls, *a: [__import__('megastep.types').types.Group(0, [None])]",
                "Mine.demonstrations returned groups that cannot be read: AttributeError"),
-    "not_last": (ONE_GROUP.format(token=3, last=False), "Mine.demonstrations: group 0, trajectory 0: steps marked last"),
+    "not_last": (ONE_GROUP.format(token=3, last=False), "Mine.demonstrations: group 0, trajectory 0: steps marked"),
     "token": (ONE_GROUP.format(token=640, last=True), "640"),
 }
 
@@ -184,7 +184,8 @@ def test_c12_demonstrations(name, tmp_path, monkeypatch):
     more += made if "def " in made else f"demonstrations = classmethod({made})"
     (tmp_path / f"bad_demo_{name}.py").write_text(mine(more=more))
     config = tmp_path / "config.yaml"
-    config.write_text(f"model: {{path: {ROOT}/configs/models/chase, init: random}}\nenv: {{name: 'bad_demo_{name}:Mine'}}\n"
+    config.write_text(f"model: {{path: {ROOT}/configs/models/chase, init: random}}\n"
+                      f"env: {{name: 'bad_demo_{name}:Mine'}}\n"
                       "engine: {max_model_len: 256}\nrollout: {max_response_tokens: 9}\n")
     (line,) = refused("train", config, "data.generated_rows=100", "warm_start.trajectories=2", f"run.dir={tmp_path}")
     assert message in line

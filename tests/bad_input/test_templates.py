@@ -82,8 +82,10 @@ def test_c9_templates_that_never_end(template, mode, model, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
-@pytest.mark.parametrize("condition", ["messages | length > 4", "messages | length > 50", "messages[-1].content | length > 500",
-                                       "messages[0].content | length > 500 or messages | length > 10"])
+@pytest.mark.parametrize("condition", [
+    "messages | length > 4", "messages | length > 50", "messages[-1].content | length > 500",
+    "messages[0].content | length > 500 or messages | length > 10",
+])
 def test_c9_templates_that_never_end_in_a_long_conversation(condition, mode, model, monkeypatch):
     """They would hang a run in its third turn, with every episode."""
     monkeypatch.setattr(renderer, "TRIAL_S", 1.0)

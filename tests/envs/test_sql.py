@@ -158,8 +158,9 @@ def test_d2_a_process_that_is_ended_meanwhile_is_asked_again_unless_the_query_is
     run_query(database, "SELECT 1", 5.0, 10)
     worker = sql_pool._idle[-1]
     worker.end()
-    worker.process = subprocess.Popen([sys.executable, "-c", f"import os; input(); os.kill(os.getpid(), {int(number)})"],
-                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    script = f"import os; input(); os.kill(os.getpid(), {int(number)})"
+    worker.process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                      bufsize=0)
     if isinstance(answer, list):
         assert run_query(database, "SELECT 1", 5.0, 10) == answer
     else:

@@ -469,24 +469,28 @@ def test_c11_cancelling_an_episode_ends_although_its_environment_does_not(swallo
 def test_c11_an_episode_that_is_late_can_be_cancelled(monkeypatch):
     """Between its time limit and its end, too, its environment is closed."""
     monkeypatch.setattr("megastep.rollout.agent.CLOSE_TIMEOUT_S", 20.0)
-    is_late, may_end = asyncio.Event(), asyncio.Event()
+    is_late = asyncio.Event()
 
     async def slow_to_end():
         try:
             await asyncio.sleep(60)
         finally:
             is_late.set()
-            await may_end.wait()
+            await asyncio.sleep(60)
+
+    class SlowToClose(Talk):
+        async def close(self):
+            await asyncio.sleep(0.1)
+            await super().close()
 
     async def run():
         renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
-        env = Talk(slow_to_end)
+        env = SlowToClose(slow_to_end)
         limits = Limits(8, 200, 40, env_timeout_s=0.05)
         agent = Agent(chats.Script(renderer, [THINKING]), renderer, limits, Sampling(max_tokens=0))
         episode = asyncio.create_task(agent.play(lambda: env, 0, 0, "0/0"))
         await is_late.wait()
         episode.cancel()
-        may_end.set()
         with pytest.raises(asyncio.CancelledError):
             await episode
         return env.closed, len(asyncio.all_tasks())
@@ -538,7 +542,7 @@ def test_c11_who_blocks_the_event_loop_is_named(capsys):
     trajectory, _, _ = play(Talk(sleeps, sleeps))
     assert 1.2 <= trajectory.env_metrics["event_loop_blocked_s"] < 30
     (line,) = capsys.readouterr().err.splitlines()  # once
-    found = re.fullmatch(r"warning: environment Talk: step\(\) held the event loop for (\S+) s at a stretch, and every.*", line)
+    found = re.match(r"warning: environment Talk: step\(\) held the event loop for (\S+) s at a stretch, and", line)
     assert found and float(found[1]) >= 0.6
 
 
@@ -562,7 +566,7 @@ def blocks_until(condition) -> None:
 @pytest.mark.parametrize("where, who", [
     ("made", "the environment's __init__ has"), ("start", "environment Stuck: start() has"),
     ("step", "environment Stuck: step() has"), ("close", "environment Stuck: close() has"),
-    ("template", "environment Stuck: the chat template or tokenizer, on its messages, has"),
+    ("template", "environment Stuck: the chat template, on its messages, has"),
 ])
 def test_c11_a_stretch_that_does_not_end_is_told_of_while_it_lasts(where, who, warnings, monkeypatch):
     at = []
