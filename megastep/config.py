@@ -863,7 +863,8 @@ def training_warnings(config: Config) -> list[str]:
     if loss.kind == "reinforce" and mini < batch:
         found.append(
             f"train.mini_batch_prompts = {mini}: loss.kind = reinforce has no ratio, so mini-batches after the first "
-            f"train on samples of an older policy uncorrected; use train.mini_batch_prompts = {batch}, or loss.kind = ppo_clip"
+            f"train on samples of an older policy uncorrected; use train.mini_batch_prompts = {batch}, or "
+            "loss.kind = ppo_clip"
         )
     return found
 
