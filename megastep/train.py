@@ -88,7 +88,7 @@ def replay(config: Config, name: str, rollouts: Path) -> Path:
                     bar.update()
             cluster.policy.call("save", run.checkpoints, LoopState(step))
             cluster.policy.call("finish_saving")
-    print(f"metrics in {run.folder}/metrics.jsonl, checkpoint in {latest(run.checkpoints)}")
+    print(f"metrics: {run.folder}/metrics.jsonl, checkpoint: {latest(run.checkpoints)}")
     return run.folder
 
 

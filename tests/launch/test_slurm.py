@@ -97,7 +97,7 @@ def test_d5_a_job_of_two_nodes_runs_to_its_end(requeued):
     assert (requeued.end["JobState"], requeued.end["ExitCode"], requeued.end["NumNodes"]) == ("COMPLETED", "0:0", "2")
     assert [row["step"] for row in read_metrics(requeued.folder)] == list(range(STEPS + 1))
     assert latest(requeued.folder / "checkpoints").name == f"step_{STEPS}"
-    assert f"checkpoint in {requeued.folder}/checkpoints/step_{STEPS}" in requeued.job.output()
+    assert f"checkpoint: {requeued.folder}/checkpoints/step_{STEPS}" in requeued.job.output()
 
 
 def test_d5_ranks_and_engines_are_on_different_nodes(requeued):
