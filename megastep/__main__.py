@@ -1,9 +1,9 @@
 import sys
 
-from megastep import stopping
+from megastep import signals
 
 if __name__ == "__main__":
-    stopping.listen()  # before the imports of the command line
+    signals.listen()  # before the imports of the command line
     from megastep.cli import main
 
     sys.exit(main())

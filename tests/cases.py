@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 
 from megastep.config import Config, ParallelConfig
-from megastep.learner import Learner
-from megastep.policy import checkpoint, parallel
-from megastep.policy.loop_state import LoopState
-from megastep.policy.manifest import CheckpointError, hash_files
-from megastep.policy.replay import ReplayError
+from megastep.trainer.learner import Learner
+from megastep.checkpoint import saver
+from megastep.distributed import parallel
+from megastep.checkpoint.loop_state import LoopState
+from megastep.checkpoint.manifest import CheckpointError, hash_files
+from megastep.policy.routing_replay import ReplayError
 from megastep.policy.worker import PolicyWorker
 from megastep.samples import lay_out
 from megastep.samples.packing import join
-from megastep.sync.hf_files import HFReader
+from megastep.weights.hf_files import HFReader
 from megastep.types import Sample, TrainingError
 from tests import ranks
 from tests.models import some_tokens
@@ -181,7 +182,7 @@ def who_hashes(folder, layout: dict, root) -> tuple[int, list[int]]:
             file.write(f"{os.getpid()}\n")
         return hash_files(*arguments)
 
-    with mock.patch.object(checkpoint, "hash_files", noted):
+    with mock.patch.object(saver, "hash_files", noted):
         worker.save(Path(root) / "checkpoints", LoopState(1))
         worker.finish_saving()
     return os.getpid(), [int(line) for line in notes.read_text().split()]
@@ -342,7 +343,7 @@ def bucket_sizes(folder, settings: dict) -> list[int]:
     """Bytes of the buckets in which weights would go through shared memory."""
     from types import SimpleNamespace
 
-    from megastep.sync.transfer import Sender, ShmRoute
+    from megastep.sync.sender import Sender, ShmRoute
 
     worker = make_worker(folder, {}, settings)
     sender = Sender(worker.chunks, worker.arch, worker.config, "shm")
@@ -477,8 +478,8 @@ def empty_update(folder, layout: dict) -> dict:
 
 def learn_with_masked(folder, masked: list[list[int]]) -> list[tuple[dict, bool]]:
     """Batches of two prompts, each a mini-batch; `masked` ones were cut off: metrics, and whether weights moved."""
-    from megastep.learner import Learner  # brings Ray, which ranks of other tests do not need
-    from megastep.train import sift
+    from megastep.trainer.learner import Learner
+    from megastep.trainer.loop import sift
 
     worker = make_worker(folder, {}, {"loss.kind": "reinforce", "filters.over_long": "mask", "rollout.prompts": 2,
                                       "train.mini_batch_prompts": 1})
@@ -507,9 +508,9 @@ def fresh_then_trained(folder, layout: dict, root, groups) -> tuple[dict, dict]:
 
 def resumed_reference(folder, layout: dict, root, groups) -> tuple[dict, dict]:
     """Logprobs of the reference and of the policy, in a run that goes on from that checkpoint."""
-    from megastep.learner import Learner
-    from megastep.rundir import Run
-    from megastep.train import load_policy
+    from megastep.trainer.learner import Learner
+    from megastep.trainer.rundir import Run
+    from megastep.trainer.loop import load_policy
 
     worker = make_worker(folder, layout, FRESH_WITH_REFERENCE)
     run = Run(root, root / "checkpoints" / "step_2", LoopState(2))
@@ -575,13 +576,13 @@ def _error_of(action) -> str:
 
 
 def attach_to_fused_router(folder) -> str:
-    from megastep.policy import replay
+    from megastep.policy import routing_replay
 
     worker = make_worker(folder, {})
     chunk = worker.chunks[0].module
     chunk.config.moe_router_fusion = True
     try:
-        replay.attach(chunk)
+        routing_replay.attach(chunk)
     except ReplayError as error:
         return str(error)
     return "attached"

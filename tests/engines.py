@@ -7,7 +7,7 @@ import ray
 
 from megastep.cluster import Cluster
 from megastep.config import Config, ParallelConfig
-from megastep.ports import free_port
+from megastep.distributed.ports import free_port
 from megastep.rollout.generation import Generation, Sampling
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
@@ -63,7 +63,7 @@ def small_cluster(folder) -> Config:
 
 
 def build(rank, config: Config, index: int, address: str) -> None:
-    from megastep.policy import parallel
+    from megastep.distributed import parallel
     from tests.ranks import let_go_of_models
 
     rank.worker = rank.sender = None
@@ -77,7 +77,7 @@ def shake(rank, seed: int) -> None:
     """Other weights: every parameter times a random factor near 1, the same on ranks that hold the same."""
     import torch
 
-    from megastep.sync.live import named_rows
+    from megastep.weights.megatron import named_rows
 
     with torch.no_grad():
         for row, param in named_rows(rank.worker.chunks, rank.worker.arch):
@@ -92,7 +92,7 @@ def export(rank, folder) -> None:
 
 def corrupt_next_push(rank) -> None:
     """Rank 0 writes one wrong number, after it has taken the checksum."""
-    from megastep.policy import parallel
+    from megastep.distributed import parallel
 
     route, fill = rank.sender._route, rank.sender._route._fill
 

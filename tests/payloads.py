@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from megastep.policy.manifest import MANIFEST, write_manifest
+from megastep.checkpoint.manifest import MANIFEST, write_manifest
 
 
 class Payload:

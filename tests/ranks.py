@@ -14,7 +14,7 @@ import traceback
 
 import torch.multiprocessing as mp
 
-from megastep.ports import free_port
+from megastep.distributed.ports import free_port
 
 TIMEOUT_S = 200
 current: tuple[int, int, str] | None = None  # in a rank: rank, world and a fresh address, for parallel.start
@@ -59,7 +59,7 @@ def serve(rank: int, world: int, pipe) -> None:
     global current
     import warnings
 
-    from megastep.policy import parallel
+    from megastep.distributed import parallel
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.filterwarnings("ignore")

@@ -36,7 +36,7 @@ def left(processes: set) -> list[str]:
 
 
 def exported(checkpoint, folder) -> dict:
-    from megastep.sync.hf_files import HFReader
+    from megastep.weights.hf_files import HFReader
 
     subprocess.run([sys.executable, "tools/convert_ckpt.py", "export", checkpoint, folder], check=True,
                    capture_output=True)

@@ -15,7 +15,7 @@ import ray
 from megastep.cluster import ClusterError, node_by_node, refuse_dead_address, refuse_too_small, start_ray
 from tests.models import some_tokens
 from tests.processes import alive, descendants, ray_folders, shared_memory_of, wait_for
-from tests.sync.test_transfer import greedy_with_transformers
+from tests.sync.test_sender import greedy_with_transformers
 
 
 def test_bundles_are_fitted_into_nodes():

@@ -15,7 +15,7 @@ LAYERS = [
     ("learner", "train", "collect", "conversion", "cli", "__main__"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-MEGATRON_STATE_READER = "policy/parallel.py"
+MEGATRON_STATE_READER = "distributed/parallel.py"
 
 
 def modules():

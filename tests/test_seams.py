@@ -12,16 +12,16 @@ from pathlib import Path
 SEAMS = {
     "megastep/policy/model.py": "the layers: Transformer Engine's or Megatron's local ones, and their fusions",
     "megastep/policy/attention.py": "the attention kernel: FlexAttention and Transformer Engine, or torch's for CPU",
-    "megastep/policy/parallel.py": "the communication backend and the device: nccl on the rank's GPU, or gloo",
-    "megastep/policy/cpu.py": "what stands in for torch.cuda where there is none",
-    "megastep/policy/checkpoint.py": "the random state of the device, under Megatron's names for it",
-    "megastep/sync/transfer.py": "the weight-transfer backend: nccl and ipc, or shared memory",
-    "megastep/sync/receive.py": "its other end, in vLLM's workers",
+    "megastep/distributed/parallel.py": "the communication backend and the device: nccl on the rank's GPU, or gloo",
+    "megastep/distributed/cpu.py": "what stands in for torch.cuda where there is none",
+    "megastep/checkpoint/saver.py": "the random state of the device, under Megatron's names for it",
+    "megastep/sync/sender.py": "the weight-transfer backend: nccl and ipc, or shared memory",
+    "megastep/sync/receiver.py": "its other end, in vLLM's workers",
     "megastep/rollout/engine.py": "which GPUs an engine sees",
-    "megastep/config.py": "which backend goes with which placement, and what is refused without a GPU",
+    "megastep/config/": "which backend goes with which placement, and what is refused without a GPU",
     "megastep/plan/": "nothing: estimates for GPUs",
     "megastep/cli.py": "nothing: plans for GPUs",
-    "megastep/conversion.py": "none at all: it works on the CPU",
+    "megastep/conversion/commands.py": "none at all: it works on the CPU",
 }
 SOURCES = sorted([*Path("megastep").rglob("*.py"), *Path("tools").glob("*.py")])
 DEVICE = re.compile(r"(?i:cuda|nccl|transformer_engine|\bapex\b)|\bTE[A-Z][a-z]\w+")

@@ -42,13 +42,13 @@ warnings.filterwarnings("ignore")
 from megastep.cluster import Cluster
 from megastep.config import Config, load
 from megastep.envs.chase import Chase
-from megastep.learner import Learner
-from megastep.report import MetricsLog, read_metrics
+from megastep.trainer.learner import Learner
+from megastep.report.writing import MetricsLog, read_metrics
 from megastep.rollout.env import find_env
 from megastep.rollout.stream import GroupStream
 from megastep.rollout.task import Task
-from megastep.rundir import Run
-from megastep.train import Loop
+from megastep.trainer.rundir import Run
+from megastep.trainer.loop import Loop
 
 SPEEDUP, BOUND_SHARE = 2.0, 0.85
 MEAN_S, TAIL, AHEAD = 0.5, 10.0, 8

@@ -53,10 +53,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from megastep.config import Config
-from megastep.policy import attention, batch, model, parallel, worker
-from megastep.policy.fresh_weights import FreshWeights
+from megastep.policy import attention, batch, model, worker
+from megastep.distributed import parallel
+from megastep.weights.random_init import FreshWeights
 from megastep.samples import lay_out, make_samples
-from megastep.sync.live import load_hf
+from megastep.weights.megatron import load_hf
 from megastep.types import Group, LossTable, MicroBatch, Step, Trajectory, Trie
 
 # prompts; turns, samples; tokens of prompt, thinking, answer, observation

@@ -40,7 +40,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megastep.config import Config, ParallelConfig
-from megastep.ports import free_port
+from megastep.distributed.ports import free_port
 from megastep.rollout.generation import Sampling
 from megastep.samples import lay_out
 from megastep.types import Group, Sample, Step, Trajectory, recorded_tokens, validate
@@ -132,7 +132,7 @@ def serve(rank: int, pipe) -> None:
 
 def measure(rank: int, address: str, folder: Path, precision: str, parallelism: dict, jobs: list) -> list:
     """For each (groups, layout, replay): (Δ [N], differing router decisions, all of them), of this rank's part."""
-    from megastep.policy import parallel
+    from megastep.distributed import parallel
     from megastep.policy.worker import PolicyWorker
 
     config = make_config(folder, precision)
@@ -147,7 +147,7 @@ def measure(rank: int, address: str, folder: Path, precision: str, parallelism: 
 
 
 def _measure(worker, groups: list[Group], layout: str, replay: bool) -> tuple[np.ndarray, int, int]:
-    from megastep.policy import parallel
+    from megastep.distributed import parallel
 
     place, p = parallel.place(), worker.config.policy.parallel
     worker.config.replay.enabled = replay

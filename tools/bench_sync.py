@@ -32,12 +32,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megastep.architecture import read_architecture
+from megastep.models.architecture import read_architecture
 from megastep.cluster import Cluster
 from megastep.config import Config, load
-from megastep.learner import Learner
+from megastep.trainer.learner import Learner
 from megastep.rollout.task import Task
-from megastep.sync.convert import rows_of
+from megastep.weights.mapping import rows_of
 
 BAR = 0.3
 SHAPE = dict(hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=64,

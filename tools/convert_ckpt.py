@@ -12,15 +12,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megastep import conversion, stopping
+from megastep.conversion import commands
+from megastep import signals
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    conversion.add_commands(parser.add_subparsers(required=True, metavar="import|export"))
+    commands.add_commands(parser.add_subparsers(required=True, metavar="import|export"))
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")  # of the libraries, about the GPU parts that are not there
-    with stopping.listening():
+    with signals.listening():
         return args.run(args)
 
 

@@ -13,7 +13,7 @@ queries and keys add. Routers are taken to spread tokens evenly over experts.
 from dataclasses import dataclass
 from functools import cached_property
 
-from megastep.architecture import Architecture
+from megastep.models.architecture import Architecture
 from megastep.config import ParallelConfig
 from megastep.policy.logprobs import CHUNK_ROWS
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megastep.architecture import Architecture, read_architecture
+from megastep.models.architecture import Architecture, read_architecture
 from megastep.config import Config
 from megastep.plan.activations import Layer, head
 from megastep.plan.shares import Share, shares
 from megastep.policy.model import PRECISIONS
-from megastep.sync.convert import rows_of
+from megastep.weights.mapping import rows_of
 
 GIB = 1 << 30
 H100_GIB = 79.6

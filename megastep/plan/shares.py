@@ -14,9 +14,9 @@ from itertools import groupby
 
 import torch
 
-from megastep.architecture import Architecture
+from megastep.models.architecture import Architecture
 from megastep.config import Config
-from megastep.policy import parallel
+from megastep.distributed import parallel
 from megastep.policy.model import PRECISIONS, build_model
 
 PARAM_ALIGN, BUCKET_ALIGN = 64, 128  # elements; Megatron's param_and_grad_buffer.py

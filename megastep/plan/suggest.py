@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from megastep.architecture import Architecture, read_architecture
+from megastep.models.architecture import Architecture, read_architecture
 from megastep.config import Config, validate, value_of
 from megastep.plan.planning import GIB, RESERVE_GIB, Plan, engine_share, make_plan, parameters
 from megastep.plan.shares import Share, shares

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megastep.policy import context, parallel
+from megastep.policy import context
+from megastep.distributed import parallel
 from megastep.policy.attention import TrieParams, packed, trie_params
 from megastep.policy.logprobs import HeadRows, head_rows
 from megastep.types import FREE, MicroBatch, Trie

@@ -24,14 +24,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megastep.architecture import Architecture, rope_type
+from megastep.models.architecture import Architecture, rope_type
 from megastep.config import ParallelConfig, PolicyConfig
-from megastep.policy import parallel
+from megastep.distributed import parallel
 from megastep.policy.attention import FlexTrieAttention, TrieAttention
 from megastep.policy.batch import PolicyBatch
 from megastep.policy.context import gather_rows
 from megastep.policy.logprobs import VocabShard, row_logprobs
-from megastep.policy.router import PolicyRouter
+from megastep.policy.router_losses import PolicyRouter
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -25,17 +25,19 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megastep.architecture import read_architecture
+from megastep.models.architecture import read_architecture
 from megastep.config import Config, LossConfig, OptimizerConfig
-from megastep.policy import checkpoint, parallel, replay
+from megastep.checkpoint import saver
+from megastep.distributed import parallel
+from megastep.policy import routing_replay
 from megastep.policy.batch import own_routing, prepare
-from megastep.policy.fresh_weights import FreshWeights
-from megastep.policy.loop_state import LoopState
+from megastep.weights.random_init import FreshWeights
+from megastep.checkpoint.loop_state import LoopState
 from megastep.policy.loss import MAXIMA, SUMS, Account, means, policy_loss, rows_on
 from megastep.policy.model import build_model, wrap_for_training
 from megastep.policy.optimizer import build_optimizer
-from megastep.sync.hf_files import HFReader, copy_companions, write_shards, written_beside
-from megastep.sync.live import export_hf, global_name, load_hf
+from megastep.weights.hf_files import HFReader, copy_companions, write_shards, written_beside
+from megastep.weights.megatron import export_hf, global_name, load_hf
 from megastep.types import FILLER, MicroBatch, TrainingError
 
 
@@ -60,9 +62,9 @@ class PolicyWorker:
         in_files = config.model.init == "hf"
         weights = HFReader(config.model.path) if in_files else FreshWeights(self.arch, config.train.seed)
         load_hf(chunks, self.arch, weights)
-        self.replays = [replay.attach(chunk) for chunk in chunks]
+        self.replays = [routing_replay.attach(chunk) for chunk in chunks]
         self.chunks = wrap_for_training(chunks, policy.precision)
-        self._saver = checkpoint.Saver()
+        self._saver = saver.Saver()
         self._megatron = chunks[0].config
         self._megatron.finalize_model_grads_func = _finalize_sums
         self.begin(config.optimizer, config.policy_loss, config.optimizer_steps)
@@ -148,7 +150,7 @@ class PolicyWorker:
 
     def _run(self, micro_batches: list[MicroBatch], finish: Callable, forward_only: bool = False) -> list:
         """Megatron's schedule over the micro-batches; what `finish` left for each, where the head is."""
-        with replay.replayed([layer for layers in self.replays for layer in layers], forward_only):
+        with routing_replay.replayed([layer for layers in self.replays for layer in layers], forward_only):
             return get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, finish),
                 data_iterator=[iter([(chunk, m) for m in micro_batches]) for chunk in range(len(self.chunks))],
@@ -174,10 +176,10 @@ class PolicyWorker:
     def _give_routes(self, chunk: int, micro_batch: MicroBatch) -> None:
         layers = self.replays[chunk]
         if layers and micro_batch.trie.routes is None:
-            raise replay.ReplayError("replay.enabled needs experts, and no step of the batch has recorded any")
+            raise routing_replay.ReplayError("replay.enabled needs experts, and no step of the batch has recorded any")
         if layers:
             mine = slice(layers[0].layer, layers[-1].layer + 1)
-            replay.give(layers, own_routing(micro_batch, mine), mine.start)
+            routing_replay.give(layers, own_routing(micro_batch, mine), mine.start)
 
     def _loss(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Account]:
         rows = rows_on(micro_batch.trie.loss, parallel.device())
@@ -192,12 +194,12 @@ class PolicyWorker:
 
     def _agreement(self) -> dict[str, float]:
         """How often the live routers would have chosen the replayed experts; raises where it cannot be so seldom."""
-        same, recorded = replay.agreement([layer for layers in self.replays for layer in layers])
+        same, recorded = routing_replay.agreement([layer for layers in self.replays for layer in layers])
         if not recorded:
             return {}
         floor = self.config.replay.min_agreement
         if same < floor * recorded:
-            raise replay.ReplayError(
+            raise routing_replay.ReplayError(
                 f"the live routers agree with {same / recorded:.1%} of the recorded experts, less than "
                 f"replay.min_agreement = {floor}: the routes do not belong to these tokens or these weights"
             )
@@ -275,7 +277,7 @@ class PolicyWorker:
     # ------------------------------------------------------------ disk
 
     def save(self, root: str | Path, loop: LoopState) -> None:
-        """Write `root/step_N`; with `checkpoint.asynchronous` the files are written while training goes on."""
+        """Write `root/step_N`; with `saver.asynchronous` the files are written while training goes on."""
         self._check_weights(f"step {loop.step}, which was to be saved,")
         settings = self.config.checkpoint
         self._saver.save(root, self, loop, keep=settings.keep, in_background=settings.asynchronous)
@@ -288,7 +290,7 @@ class PolicyWorker:
 
     def load(self, folder: str | Path) -> None:
         """Continue from a checkpoint, of whatever layout."""
-        checkpoint.load(folder, self)
+        saver.load(folder, self)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model under its HF name, on rank 0; all ranks must run through it."""

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megastep.architecture import read_architecture
+from megastep.models.architecture import read_architecture
 from megastep.config import Config
-from megastep.lifetime import send_output_to
+from megastep.distributed.processes import send_output_to
 from megastep.rollout.generation import Generation, Sampling
 
 _CPU_BATCH_TOKENS = 4096
@@ -246,7 +246,7 @@ def _arguments(config: Config, setup: Setup) -> dict:
         logprobs_mode="processed_logprobs",
         enable_sleep_mode=setup.has_gpu and config.cluster.colocate,
         weight_transfer_config={"backend": f"megastep_{setup.backend}"},
-        worker_extension_cls="megastep.sync.receive.WorkerExtension",
+        worker_extension_cls="megastep.sync.receiver.WorkerExtension",
         additional_config={"sync_verify": config.sync.verify},
         disable_log_stats=True,
         **batches,

@@ -44,7 +44,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from megastep.secrets import hide
+from megastep.redaction import hide
 from megastep.types import Group
 
 ENTRY_POINTS = "megastep.envs"

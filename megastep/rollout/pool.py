@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megastep import secrets
+from megastep import redaction
 from megastep.rollout.agent import Agent
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env
@@ -55,9 +55,9 @@ class Pool:
     async def play(self, prompt: Prompt, index: int) -> Trajectory:
         session = f"{self.label}/{prompt.id}/{index}"
         trajectory = await self.agent.play(
-            lambda: self.env(prompt.row, **secrets.resolved(self.options)), prompt.id, index, session
+            lambda: self.env(prompt.row, **redaction.resolved(self.options)), prompt.id, index, session
         )
-        trajectory.env_metrics = secrets.hidden(trajectory.env_metrics)
+        trajectory.env_metrics = redaction.hidden(trajectory.env_metrics)
         return trajectory
 
 

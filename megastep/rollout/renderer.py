@@ -44,7 +44,7 @@ from typing import Any
 import numpy as np
 
 from megastep.rollout.env import Message, one_line, told
-from megastep.secrets import hide
+from megastep.redaction import hide
 
 TRIAL_S = 5.0  # for the conversations that a template is tried with
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -8,7 +8,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megastep.architecture import read_architecture
+from megastep.models.architecture import read_architecture
 from megastep.config import Config, ConfigError, EvalConfig, RolloutConfig
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import DataError, Prompt, PromptStream, load_data

@@ -17,7 +17,8 @@
         micro_batches, report = lay_out(samples, ranks=8, budget_tokens=32_768)
 """
 
-from megastep.samples import credit, packing, trie, weights
+from megastep.samples import packing, trie, weights
+from megastep.samples.advantage import advantages
 from megastep.types import Group, MicroBatch, Sample
 
 
@@ -26,11 +27,11 @@ def make_samples(groups: list[Group], estimator: str, normalize: str, discount: 
     """The samples of a mini-batch, credited and weighed."""
     samples = []
     for group, group_weights in zip(groups, weights.token_weights(groups, normalize)):
-        credits = credit.advantages(group, estimator, discount, step_weight)
-        for trajectory, advantage, weight in zip(group.trajectories, credits, group_weights):
+        group_advantages = advantages(group, estimator, discount, step_weight)
+        for trajectory, of_steps, weight in zip(group.trajectories, group_advantages, group_weights):
             samples += [
                 Sample(step, group.id, trajectory.index, a, w)
-                for step, a, w in zip(trajectory.steps, advantage.tolist(), weight.tolist())
+                for step, a, w in zip(trajectory.steps, of_steps.tolist(), weight.tolist())
             ]
     return samples
 

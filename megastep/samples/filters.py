@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megastep.samples import credit
+from megastep.samples import advantage
 from megastep.types import Group, Trajectory
 
 OVER_LONG = ("keep", "mask", "drop")
@@ -69,7 +69,7 @@ def zero_variance(groups: list[Group], estimator: str, discount: float = 1.0,
     """Without the groups from which this estimator learns nothing."""
     kept, dropped = [], []
     for group in groups:
-        if _teaches(group, credit.advantages(group, estimator, discount, step_weight)):
+        if _teaches(group, advantage.advantages(group, estimator, discount, step_weight)):
             kept.append(group)
         else:
             reason = _why_degenerate(group)
@@ -87,10 +87,10 @@ def _teaches(group: Group, advantages: list[np.ndarray]) -> bool:
 
 
 def _why_degenerate(group: Group) -> str:
-    rewards, sizes = credit.outcomes(group)
+    rewards, sizes = advantage.outcomes(group)
     if len(rewards) < 2:
         return "one trajectory, none to compare it with"
-    if credit.degenerate(rewards, sizes):
+    if advantage.degenerate(rewards, sizes):
         return f"all {len(rewards)} trajectories have reward {rewards[0]:g}"
     return "no trained step has an advantage other than 0"
 

@@ -1,4 +1,4 @@
-"""Metrics of the data path. What each means is said in `megastep/view/meanings.py`.
+"""Metrics of the data path. What each means is said in `megastep/report/meanings.py`.
 
 A number about trajectories counts each once; one about turns says `turn/`. Means over nothing are left out rather than
 given as NaN.

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from megastep.architecture import read_architecture
-from megastep.policy.loop_state import LoopState
-from megastep.policy.manifest import MANIFEST
-from megastep.policy.unpickle import _covers
+from megastep.models.architecture import read_architecture
+from megastep.checkpoint.loop_state import LoopState
+from megastep.checkpoint.manifest import MANIFEST
+from megastep.checkpoint.unpickle import _covers
 from tests.bad_input.harness import CONFIG, Accepted, check_lines, refused, run
 from tests.payloads import plant, seal_again
-from tests.sync.test_offline import convert
+from tests.conversion.test_offline import convert
 
 MODEL = Path("configs/models/chase")
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -27,9 +27,9 @@ OTHER_FILES = ("loop.json", "metadata.json", "ready.safetensors", "hf/config.jso
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """A checkpoint of the model of CONFIG after step 3."""
-    from megastep.sync.convert import rows_of
-    from megastep.sync.hf_files import write_shards
-    from megastep.sync.offline import import_hf
+    from megastep.weights.mapping import rows_of
+    from megastep.weights.hf_files import write_shards
+    from megastep.conversion.offline import import_hf
 
     root = tmp_path_factory.mktemp("whole")
     source = shutil.copytree(MODEL, root / "hf")
@@ -83,7 +83,7 @@ def test_code_in_a_checkpoint_is_never_run(where, copy, tmp_path):
 
 
 def test_code_in_a_tensor_is_never_run(copy, tmp_path):
-    """Ranks read tensors; see tests/policy/test_checkpoint.py for those."""
+    """Ranks read tensors; see tests/checkpoint/test_saver.py for those."""
     marker = tmp_path / "marker"
     plant(copy, "tensor", marker)
     export_refused(copy, str(copy))

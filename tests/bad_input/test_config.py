@@ -335,7 +335,7 @@ def test_a_duplicate_in_a_base_names_that_file(tmp_path):
 
 def test_the_largest_numbers_are_accepted():
     """A limit that refuses what it says it allows would be noticed here."""
-    from megastep.bounds import MOST, beyond
+    from megastep.config.bounds import MOST, beyond
     from megastep.config import value_of
 
     config = Config()

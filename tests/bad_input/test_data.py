@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import megastep.train  # noqa: F401  imported here, so that no case pays for it
+import megastep.trainer.loop  # noqa: F401  imported here, so that no case pays for it
 from megastep.envs.guess import Guess
 from megastep.envs.search import Search
 from megastep.envs.sql import SQL

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import megastep.train  # noqa: F401  imported here, so that no case pays for it
+import megastep.trainer.loop  # noqa: F401  imported here, so that no case pays for it
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import DataError, read_rows
 from megastep.rollout.env import Env, EnvError, Outcome, check_options, find_env

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megastep.architecture import ArchitectureError, parse_architecture
+from megastep.models.architecture import ArchitectureError, parse_architecture
 from megastep.config import load
 from tests.bad_input.harness import CONFIG, refused
 
@@ -178,9 +178,9 @@ def imported():
     import ray  # noqa: F401
     from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
-    import megastep.collect  # noqa: F401
+    import megastep.trainer.collect  # noqa: F401
     import megastep.plan.suggest  # noqa: F401
-    import megastep.train  # noqa: F401
+    import megastep.trainer.loop  # noqa: F401
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megastep.config import load
 from megastep.samples import store
 from megastep.samples.store import COLUMNS, OPTIONAL, StoreError, read, write
-from megastep.train import read_batches
+from megastep.trainer.loop import read_batches
 from megastep.types import Group, Step, Trajectory
 from tests.bad_input.harness import CONFIG, Accepted, check_lines, refused, run
 

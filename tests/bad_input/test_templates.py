@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import megastep.train  # noqa: F401  imported here, so that no case pays for it
+import megastep.trainer.loop  # noqa: F401  imported here, so that no case pays for it
 from megastep.rollout import renderer
 from megastep.rollout.renderer import Renderer, RenderError, load_tokenizer
 

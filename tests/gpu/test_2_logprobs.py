@@ -10,7 +10,7 @@ import torch
 @pytest.mark.parametrize("layout", ["flat", "trie"])
 @pytest.mark.parametrize("name", ["llama", "qwen2_tied", "qwen3_yarn", "qwen3_moe", "mixtral"])
 def test_logprobs_equal_transformers(name, layout, models):
-    from megastep.policy import parallel
+    from megastep.distributed import parallel
     from tests import cases, ranks
     from tests.policy.updates import make_groups, micro_batches, plain_logprobs
 

@@ -5,7 +5,7 @@ in CPU memory nothing on the GPU. Not run yet.
 import pytest
 import torch
 
-from megastep.architecture import read_architecture
+from megastep.models.architecture import read_architecture
 from megastep.config import Config
 from megastep.plan.planning import stage_memory
 from megastep.plan.shares import shares
@@ -19,7 +19,7 @@ EXPERTS = dict(moe_intermediate_size=768, num_experts=32, num_experts_per_tok=4)
 @pytest.mark.parametrize("recompute", [[], ["full"], ["core_attn"]])
 @pytest.mark.parametrize("model, shape", [("qwen3_yarn", BIG), ("qwen3_moe", BIG | EXPERTS)])
 def test_x8_the_plan_is_what_a_gpu_holds(model, shape, recompute, models):
-    from megastep.policy import parallel
+    from megastep.distributed import parallel
     from tests import cases, ranks
 
     folder, _ = models(model, **shape)
@@ -47,7 +47,7 @@ def test_x8_the_plan_is_what_a_gpu_holds(model, shape, recompute, models):
 
 
 def test_x8_an_offloaded_optimizer_leaves_nothing_on_the_gpu(models):
-    from megastep.policy import parallel
+    from megastep.distributed import parallel
     from tests import cases, ranks
 
     folder, _ = models("qwen3_yarn", **BIG)

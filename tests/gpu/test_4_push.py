@@ -8,7 +8,7 @@ from megastep.cluster import Cluster
 from megastep.config import Config
 from tests.engines import Rollouts, export, shake
 from tests.models import some_tokens
-from tests.sync.test_transfer import greedy_with_transformers
+from tests.sync.test_sender import greedy_with_transformers
 
 
 def config_for(folder, colocate: bool) -> Config:

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megastep.lifetime import end_with_parent
-from megastep.ports import free_port
+from megastep.distributed.processes import end_with_parent
+from megastep.distributed.ports import free_port
 from tests.processes import alive, descendants, started, wait_for
 
 HOST = "127.0.0.1"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from megastep.ports import free_port
+from megastep.distributed.ports import free_port
 from tests.processes import alive, descendants, started, wait_for
 
 ROOT = Path(__file__).parents[2]

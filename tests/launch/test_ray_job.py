@@ -13,8 +13,8 @@ import yaml
 
 from megastep.config import load
 from megastep.plan.planning import make_plan
-from megastep.policy.manifest import latest, read_manifest
-from megastep.report import read_metrics
+from megastep.checkpoint.manifest import latest, read_manifest
+from megastep.report.writing import read_metrics
 from tests.launch.ray_cluster import two_nodes, without_ray
 from tests.processes import alive, wait_for
 

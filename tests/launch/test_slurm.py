@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megastep.policy.manifest import latest
-from megastep.ports import free_port
-from megastep.report import read_metrics
+from megastep.checkpoint.manifest import latest
+from megastep.distributed.ports import free_port
+from megastep.report.writing import read_metrics
 from tests import processes
 from tests.launch.slurm_cluster import PATIENCE_S, ROOT, Job, commands, two_nodes
 from tests.processes import alive, descendants

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megastep import cli
-from megastep.architecture import parse_architecture, read_architecture
+from megastep.models.architecture import parse_architecture, read_architecture
 from megastep.config import Config, ParallelConfig, load
 from megastep.plan.activations import Layer
 from megastep.plan.planning import GIB, in_flight, make_plan, micro_batches_per_rank, stage_memory

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from megastep.architecture import read_architecture
+from megastep.models.architecture import read_architecture
 from megastep.config import ParallelConfig, PolicyConfig
-from megastep.policy import parallel
+from megastep.distributed import parallel
 from megastep.policy.model import build_model
-from megastep.sync.convert import rows_of, to_megatron
-from megastep.sync.live import cut_of, global_name
+from megastep.weights.mapping import rows_of, to_megatron
+from megastep.weights.megatron import cut_of, global_name
 
 BIG = {
     "qwen3-30b-a3b": (30.5e9, 16, ParallelConfig(tensor=2, pipeline=2, expert=4)),

@@ -149,7 +149,7 @@ def hf_state(model) -> dict[str, np.ndarray]:
     """Parameters under the names of a saved folder, where each expert is a tensor of its own."""
     from tempfile import TemporaryDirectory
 
-    from megastep.sync.hf_files import HFReader
+    from megastep.weights.hf_files import HFReader
 
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)

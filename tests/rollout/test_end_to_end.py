@@ -240,7 +240,8 @@ def test_s5_what_the_commands_say(tokens, chat):
     (["eval", "run.name=mistyped"], "error: run.name = mistyped: there is no checkpoint in"),
 ])
 def test_a_mistake_is_one_line_and_nothing_was_started(arguments, message, capsys, monkeypatch, tmp_path):
-    from megastep import cli, collect
+    from megastep import cli
+    from megastep.trainer import collect
 
     monkeypatch.setattr(collect, "Cluster", lambda *_, **__: pytest.fail("a cluster was started"))
     command, *rest = arguments

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from megastep.samples import make_samples
-from megastep.samples.credit import OUTCOME, STEPWISE
+from megastep.samples.advantage import OUTCOME, STEPWISE
 from megastep.samples.filters import Dropped, failed, finite_rewards, over_long, zero_variance
 from megastep.types import Group
 

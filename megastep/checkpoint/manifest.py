@@ -1,0 +1,164 @@
+"""megastep.json: what a checkpoint folder is and whether it is whole. No torch, so that it can be asked early.
+
+Written last, it names every file with its size and SHA-256. Loading starts by checking it, so that a truncated,
+damaged or foreign folder is refused by name before any tensor is touched. `read_manifest` compares all sizes and the
+hashes of everything but the tensors; those are hashed by `refuse_damaged`, which the ranks share among them.
+
+The hashes find damage, not an attacker, who can write a manifest too: see unpickle.py for what holds against one.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from megastep.models.architecture import Architecture
+
+MANIFEST = "megastep.json"
+HF = "hf"  # folder of config.json and tokenizer
+DATA = ".distcp"  # files of tensors: most of the bytes
+FORMAT = 2  # 1 had no hashes
+# What may differ between the run that saved and the run that loads: names of files and versions.
+_IRRELEVANT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures")
+
+
+class CheckpointError(ValueError):
+    """A folder that cannot be loaded; the message names it and the reason, in one line."""
+
+
+def latest(root: str | Path) -> Path | None:
+    """The newest whole checkpoint."""
+    found = whole_checkpoints(root)
+    return found[-1] if found else None
+
+
+def whole_checkpoints(root: str | Path) -> list[Path]:
+    """Oldest first. Partial folders do not match."""
+    if Path(root).is_file():
+        raise CheckpointError(f"{root}: a folder of checkpoints is needed, this is a file; move it away")
+    folders = [p for p in Path(root).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
+    return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+def describe(arch: Architecture, step: int, layout: dict | None, with_optimizer: bool) -> dict:
+    return {"format": FORMAT, "step": step, "layout": layout, "with_optimizer": with_optimizer, "model": arch.hf}
+
+
+def write_manifest(folder: Path, manifest: dict, hashed: dict[str, str] | None = None) -> None:
+    """`hashed`: hashes of files that others have read already."""
+    names = [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file()]
+    sums = {**hash_files(folder, set(names) - set(hashed or {})), **(hashed or {})}
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sums[name]} for name in names}
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            with (folder / name).open("rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:  # one while reading does not name the file
+            raise OSError(error.errno, error.strerror, str(folder / name)) from error
+    return found
+
+
+def read_manifest(folder: str | Path) -> dict:
+    """The checked description of a whole checkpoint."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such checkpoint")
+    _refuse_links(folder)
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"{folder}: no {MANIFEST}: not a checkpoint of megastep, or one that was never finished")
+    manifest = read_object(folder / MANIFEST)
+    _check_types(folder, manifest)
+    for name, file in manifest["files"].items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found is None:
+            raise CheckpointError(f"{folder / name}: missing from the checkpoint")
+        if found != file["bytes"]:
+            raise CheckpointError(f"{folder / name}: truncated, {found} bytes of {file['bytes']}")
+    refuse_damaged(folder, manifest, [name for name in manifest["files"] if not name.endswith(DATA)])
+    return manifest
+
+
+def _refuse_links(folder: Path) -> None:
+    """A link would let an export copy any file of this machine. `folder` itself may be reached through one."""
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(parent) / name
+            if path.is_symlink():
+                raise CheckpointError(f"{path}: is a symbolic link; a checkpoint holds its files itself: copy the "
+                                      "file to this place")
+
+
+def refuse_damaged(folder: str | Path, manifest: dict, names: Iterable[str]) -> None:
+    try:
+        hashed = hash_files(Path(folder), names)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: not readable ({error.strerror})") from None
+    for name, found in hashed.items():
+        if found != manifest["files"][name]["sha256"]:
+            raise CheckpointError(f"{Path(folder) / name}: damaged, its SHA-256 is not that of {MANIFEST}")
+
+
+def data_files(manifest: dict) -> list[str]:
+    return sorted(name for name in manifest["files"] if name.endswith(DATA))
+
+
+def _check_types(folder: Path, manifest: dict) -> None:
+    path, version = folder / MANIFEST, manifest.get("format")
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{path}: format is {version!r:.80}, must be a whole number")
+    if version > FORMAT:
+        raise CheckpointError(f"{folder}: format {version} is newer than this megastep, which reads up to {FORMAT}")
+    if version < FORMAT:
+        raise CheckpointError(f"{folder}: format {version} is older than this megastep, which reads {FORMAT}; export "
+                              "it to a Hugging Face folder with the megastep that wrote it")
+    wanted = {"step": int, "with_optimizer": bool, "model": dict, "files": dict, "layout": (dict, type(None))}
+    refuse_other_types(path, manifest, wanted)
+    refuse_other_types(path, {"optimizer_steps": 0, **manifest}, {"optimizer_steps": int})
+    for name, file in manifest["files"].items():
+        inside = name and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
+        if not inside:
+            raise CheckpointError(f"{path}: files: {name!r:.80} is no file of a checkpoint")
+        if type(file) is not dict or type(file.get("bytes")) is not int or type(file.get("sha256")) is not str:
+            raise CheckpointError(f"{path}: files: {name!r:.80} needs a number of bytes and a sha256")
+
+
+def refuse_other_types(path: Path, found: dict, wanted: dict[str, type | tuple[type, ...]]) -> None:
+    """JSON from a file has these entries, of these types; a bool is no number."""
+    for key, kinds in wanted.items():
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        if key not in found:
+            raise CheckpointError(f"{path}: {key} is missing")
+        if type(found[key]) not in kinds:
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise CheckpointError(f"{path}: {key} is {found[key]!r:.80}, must be of type {names}")
+
+
+def read_object(path: Path) -> dict:
+    """A JSON object, whatever is in the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: not readable ({error.strerror})") from None
+    except RecursionError:
+        raise CheckpointError(f"{path}: not readable: JSON nested too deeply") from None
+    except ValueError as error:  # not UTF-8, not JSON, a number of thousands of digits
+        raise CheckpointError(f"{path}: not readable as JSON: {str(error)[:120]}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: not readable: a JSON object is needed, this is a {type(found).__name__}")
+    return found
+
+
+def refuse_other_model(folder, saved: dict, ours: dict) -> None:
+    for key in sorted(set(saved) | set(ours)):
+        there, here = saved.get(key), ours.get(key)
+        if key not in _IRRELEVANT and there != here:
+            raise CheckpointError(f"{folder}: is of another model: {key} is {there!s:.200} there, {here!s:.200} here")

@@ -1,0 +1,288 @@
+"""Checkpoints: model, optimizer, schedule and random state through `megatron.core.dist_checkpointing`.
+
+    root/step_12.partial/    being written
+    root/step_12/            whole: megastep.json was written last and the folder renamed
+        megastep.json        step, layout, model shape, the size and SHA-256 of every file
+        loop.json            where the loop stands (loop_state.py)
+        hf/                  config.json and tokenizer, so that an export needs nothing else
+        *.distcp .metadata   tensors (torch_dist), independent of the layout that wrote them
+        common.pt            schedule, optimizer settings
+
+A killed save leaves only a `.partial` folder, which nobody reads; see `manifest.py` for what is refused, and
+`unpickle.py` for how pickles are read.
+
+Random state belongs to a layout: under another one the ranks start from the config's seed.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from multiprocessing.managers import SyncManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megastep.distributed.processes import end_with_parent
+from megastep.distributed import parallel
+from megastep.checkpoint.loop_state import LoopState
+from megastep.checkpoint.manifest import DATA, HF, CheckpointError, data_files, describe, hash_files, read_manifest, refuse_damaged, refuse_other_model, whole_checkpoints, write_manifest
+from megastep.checkpoint.megatron_load import load_state
+from megastep.weights.hf_files import copy_companions
+
+_FORMAT_OPTIONS = {
+    "non_homogeneous_layers": True,  # each layer under its own key, whatever the family
+    # Megatron's layout-independent optimizer format, gathered over gloo instead of on the devices.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def _start_results_helper() -> None:
+    """filesystem_async.py:51 keeps a helper process for the results of a save; ours ends with a rank that is killed."""
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        manager.start(initializer=end_with_parent)
+        filesystem_async._results_queue = manager.Queue()
+        filesystem_async._results_manager = manager  # it ends when nobody refers to it
+
+
+class Saver:
+    """Saves, at most one in the background."""
+
+    def __init__(self):
+        self._queue: AsyncCallsQueue | None = None
+
+    def save(self, root: str | Path, worker, loop: LoopState, keep: int, in_background: bool) -> None:
+        self.finish()
+        final = Path(root) / f"step_{loop.step}"
+        partial = final.with_suffix(".partial")
+        _together(lambda: _begin(partial, worker.config.model.path, loop) if dist.get_rank() == 0 else None)
+        _start_results_helper()
+        manifest = describe(worker.arch, loop.step, _layout(worker), with_optimizer=True)
+        manifest["optimizer_steps"] = worker.step
+        request = dist_checkpointing.save(_state(worker, loading=False), str(partial), async_sharded_save=in_background)
+        if not in_background:
+            seal(partial, final, manifest, keep, hashed=lambda: _hash_own(partial))
+            return
+        request, hashed = _hashing_too(request, partial)
+        request.add_finalize_fn(lambda: seal(partial, final, manifest, keep, hashed))
+        self._queue = AsyncCallsQueue()
+        self._queue.schedule_async_request(request)
+
+    def seal_written(self) -> None:
+        """A save in the background whose files all ranks have written counts from now on. Nothing is waited for."""
+        if self._queue is not None and self._queue.maybe_finalize_async_calls(blocking=False):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what is being written."""
+        if self._queue is not None:
+            self._queue.maybe_finalize_async_calls(blocking=True)
+            self._queue.close()
+            self._queue = None
+
+
+def _layout(worker) -> dict:
+    return {"ranks": dist.get_world_size(), **asdict(worker.config.policy.parallel)}
+
+
+def _begin(partial: Path, model: str, loop: LoopState) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    copy_companions(model, partial / HF)
+    loop.write(partial)
+
+
+def _hash_own(partial: Path) -> dict[str, str]:
+    """What this rank has written is still in its node's page cache."""
+    return hash_files(partial, [path.name for path in partial.glob(f"__{dist.get_rank()}_*{DATA}")])
+
+
+def _hashing_too(request: AsyncRequest, partial: Path) -> tuple[AsyncRequest, Callable[[], dict[str, str]]]:
+    """The request, whose process hashes what it wrote before it ends, and how to get the hashes from it.
+
+    A gigabyte takes most of a second, in which the rank would not train.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)  # a rank writes two files: their hashes fit into the pipe
+
+    def write_and_hash(*arguments, **options) -> None:
+        request.async_fn(*arguments, **options)
+        with contextlib.suppress(OSError):  # the rank reads again, and tells all others
+            sender.send(_hash_own(partial))
+
+    def hashed() -> dict[str, str]:
+        return receiver.recv() if receiver.poll() else _hash_own(partial)
+
+    if request.async_fn is None:  # nothing for this rank to write
+        return request, dict
+    return request._replace(async_fn=write_and_hash), hashed
+
+
+def seal(partial: Path, final: Path, manifest: dict, keep: int, hashed: Callable[[], dict[str, str]]) -> None:
+    """All ranks have written: name the files, give the folder its name, drop old ones.
+
+    `hashed`: the hashes of the files that this rank wrote.
+    """
+    own = _together(hashed)
+    parts: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    hashes = {name: value for part in parts for name, value in part.items()}
+    _together(lambda: _publish(partial, final, manifest, keep, hashes) if dist.get_rank() == 0 else None)
+
+
+def _publish(partial: Path, final: Path, manifest: dict, keep: int, hashes: dict[str, str]) -> None:
+    write_manifest(partial, manifest, hashes)
+    shutil.rmtree(final, ignore_errors=True)  # the same step saved again
+    os.replace(partial, final)
+    for old in whole_checkpoints(final.parent)[:-keep]:
+        shutil.rmtree(old)
+
+
+def load(folder: str | Path, worker) -> None:
+    manifest = _together(lambda: _checked_manifest(folder, worker))
+    with_random = manifest["layout"] == _layout(worker)
+    state = _state(worker, loading=True, with_optimizer=manifest["with_optimizer"], with_random=with_random)
+    state = load_state(state, folder)
+    for i, chunk in enumerate(_unwrapped(worker)):
+        _load_weights(chunk, state[f"model{i}"])
+    if manifest["with_optimizer"]:
+        _load_optimizer(worker, state)
+        worker.scheduler.load_state_dict(state["scheduler"])
+    else:
+        worker.optimizer.reload_model_params()  # master weights follow the loaded ones
+    if with_random:
+        _set_random_state(state["random"])
+    worker.step = manifest.get("optimizer_steps", 0)
+    dist.barrier()
+
+
+def _checked_manifest(folder: str | Path, worker) -> dict:
+    """Each rank hashes as many of the data files as any other."""
+    manifest = read_manifest(folder)
+    refuse_other_model(folder, manifest["model"], worker.arch.hf)
+    refuse_damaged(folder, manifest, data_files(manifest)[dist.get_rank() :: dist.get_world_size()])
+    return manifest
+
+
+def _together(act: Callable[[], Any]) -> Any:
+    """What `act` returns. What one rank refuses or cannot do ends all: nobody waits for a rank that has ended."""
+    result = problem = None
+    try:
+        result = act()
+    except (CheckpointError, OSError) as error:
+        problem = error
+    problems: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for found in problems:
+        if found is not None:
+            raise found
+    return result
+
+
+# ---------------------------------------------------------------- what is in it
+
+
+def _unwrapped(worker) -> list:
+    chunks = worker.chunks
+    while hasattr(chunks[0], "module"):
+        chunks = [chunk.module for chunk in chunks]
+    return chunks
+
+
+def model_state(model) -> dict:
+    """Where each parameter of a GPTModel belongs in the checkpoint.
+
+    Left out: `_extra_state`, which Transformer Engine's fp8 would need and nothing else fills.
+    """
+    state = model.sharded_state_dict(metadata=_metadata())
+    return {name: sharded for name, sharded in state.items() if not name.endswith("_extra_state")}
+
+
+def _metadata() -> dict:
+    return {**_FORMAT_OPTIONS, "dp_cp_group": parallel.data_group()}
+
+
+def _load_weights(model, state: dict) -> None:
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    missing = [name for name in missing if not name.endswith("_extra_state")]
+    assert not missing and not unexpected, f"missing {missing}, unexpected {unexpected}"
+
+
+def _state(worker, loading: bool, with_optimizer: bool = True, with_random: bool = True) -> dict:
+    state = {f"model{i}": model_state(chunk) for i, chunk in enumerate(_unwrapped(worker))}
+    if with_optimizer:
+        model = dict(state)
+        for i, part in enumerate(worker.optimizer.chained_optimizers):
+            optimizer = part.sharded_state_dict(model, is_loading=loading, metadata=_metadata())
+            state[f"optimizer{i}"] = {"param_state": optimizer["param_state"]}
+        state["adam_step"] = _adam_step(worker)
+        state["scheduler"] = worker.scheduler.state_dict()
+    if with_random:
+        place = parallel.place()
+        state["random"] = ShardedObject("random", _random_state(), (place.world,), (place.rank,))
+    return state
+
+
+def _load_optimizer(worker, state: dict) -> None:
+    """Layouts differ in how many optimizers Megatron chains (experts may have their own).
+
+    The tensors have keys that do not show it; of the rest only Adam's step is state, the settings are the config's.
+    """
+    for i, part in enumerate(worker.optimizer.chained_optimizers):
+        settings = part.state_dict()
+        for group in settings["optimizer"]["param_groups"]:
+            group["step"] = state["adam_step"]
+        tensors = state[f"optimizer{i}"]["param_state"]
+        part.load_state_dict({
+            **settings,
+            "param_state": tensors,
+            "param_state_sharding_type": _FORMAT_OPTIONS["distrib_optim_sharding_type"],
+        })
+
+
+def _adam_step(worker) -> int:
+    """Updates that were applied: `worker.step` counts those that were skipped too."""
+    groups = [g for part in worker.optimizer.chained_optimizers for g in part.state_dict()["optimizer"]["param_groups"]]
+    return int(max(group.get("step") or 0 for group in groups))
+
+
+def _random_state() -> dict:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+        "numpy": _plain_numpy_state(),
+        "python": random.getstate(),
+    }
+
+
+def _plain_numpy_state() -> tuple:
+    """Without an array: numpy's pickles name functions, and a checkpoint's may not."""
+    name, keys, *rest = np.random.get_state()
+    return name, keys.tolist(), *rest
+
+
+def _set_random_state(state: dict) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
+
+logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)

@@ -1,0 +1,180 @@
+"""Where this rank sits. The only module that reads Megatron's parallel state.
+
+    world = tensor × context × data × pipeline              for attention and dense layers
+          = expert_tensor × expert × expert_data × pipeline  for experts
+
+Everything else asks `place()` for numbers and the functions below for process groups.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megastep.config import ParallelConfig
+from megastep.distributed import cpu
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's coordinates; each `_size` is the extent of the axis."""
+
+    rank: int
+    world: int
+    tensor: int
+    tensor_size: int
+    pipeline: int
+    pipeline_size: int
+    virtual_size: int
+    data: int
+    data_size: int
+    expert: int
+    expert_size: int
+    expert_tensor: int
+    expert_tensor_size: int
+    context: int
+    context_size: int
+
+
+def start(layout: ParallelConfig, rank: int, world: int, address: str, timeout_s: int = 600) -> None:
+    """Join the process group and lay Megatron's groups over it. nccl with CUDA, gloo without."""
+    on_cpu = cpu.install()
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group(
+        "gloo" if on_cpu else "nccl",
+        store=_store(address, rank, world, timedelta(seconds=timeout_s)),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    _lay_groups(layout)
+
+
+def _store(address: str, rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """Where the ranks meet. Rank 0 listens at that address alone; torch itself would listen on every interface."""
+    host, _, port = address.rpartition(":")
+    listener = None
+    if rank == 0:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, int(port)), family=family, backlog=1024).detach()
+    return dist.TCPStore(host, int(port), world, rank == 0, timeout, master_listen_fd=listener)
+
+
+def _lay_groups(layout: ParallelConfig) -> None:
+    """Megatron's groups over the running process group."""
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
+        create_gloo_process_groups=dist.get_backend() != "fake",  # checkpoints gather optimizer state over them
+    )
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A world of one rank, for as long as the block runs."""
+    cpu.install()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _lay_groups(ParallelConfig())
+        yield
+    finally:
+        stop()
+
+
+@contextmanager
+def imagined(layout: ParallelConfig, rank: int, world: int) -> Iterator[None]:
+    """This process as one rank of a world that is not there: shapes can be asked for, nothing can be sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
+
+    cpu.install()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        _lay_groups(layout)
+        yield
+    finally:
+        stop()
+
+
+def stop() -> None:
+    if mpu.is_initialized():
+        mpu.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """One stream per pipeline stage; inside it Megatron keeps tensor-parallel ranks apart where they must be."""
+    stage_seed = seed + 100 * mpu.get_pipeline_model_parallel_rank()
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def place() -> Place:
+    return Place(
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        tensor=mpu.get_tensor_model_parallel_rank(),
+        tensor_size=mpu.get_tensor_model_parallel_world_size(),
+        pipeline=mpu.get_pipeline_model_parallel_rank(),
+        pipeline_size=mpu.get_pipeline_model_parallel_world_size(),
+        virtual_size=mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
+        data=mpu.get_data_parallel_rank(),
+        data_size=mpu.get_data_parallel_world_size(),
+        expert=mpu.get_expert_model_parallel_rank(),
+        expert_size=mpu.get_expert_model_parallel_world_size(),
+        expert_tensor=mpu.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=mpu.get_expert_tensor_parallel_world_size(),
+        context=mpu.get_context_parallel_rank(),
+        context_size=mpu.get_context_parallel_world_size(),
+    )
+
+
+def own_stretch(column: np.ndarray) -> np.ndarray:
+    """Of a column of tokens, those that this rank has between attention and experts: sequence parallelism."""
+    where = place()
+    tokens = len(column) // where.tensor_size
+    return column[where.tensor * tokens : (where.tensor + 1) * tokens]
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def has_embedding(virtual_stage: int) -> bool:
+    return mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage)
+
+
+def has_head(virtual_stage: int) -> bool:
+    return mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)
+
+
+def groups() -> ProcessGroupCollection:
+    """All of Megatron's groups, for the parts of Megatron that take them as an argument."""
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def data_group():
+    return mpu.get_data_parallel_group(with_context_parallel=True)
+
+
+def tensor_group():
+    return mpu.get_tensor_model_parallel_group()
+
+
+def context_group():
+    return mpu.get_context_parallel_group()

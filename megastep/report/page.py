@@ -1,0 +1,224 @@
+"""report.html: one file that needs nothing else. No scripts, no links; a policy in the page forbids both."""
+
+import base64
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megastep.samples.metrics import succeeded
+from megastep.types import Group, Step, Trajectory
+from megastep.report.curves import Series, series
+from megastep.report.meanings import MEANINGS, meaning_of
+from megastep.report.tokens import SHADES, SHADES_PER_NAT, Speller, prompt_html, response_html, visible
+
+TRAJECTORIES = 12
+TOKENS = 40_000  # of all trajectories on the page; it stays below some megabytes
+STEP_TOKENS = 2_000  # of one prompt or response: as many of its beginning and end
+TOLD_CHARACTERS = 120  # of one thing that an environment reports
+HEADLINES = (
+    "reward/success", "eval/success", "reward/mean", "eval/reward_mean", "rollout/turns_mean",
+    "rollout/response_tokens_mean", "train/loss", "train/grad_norm", "mismatch/kl", "replay/conflict_rate",
+    "train/sharing_ratio", "time/step_s",
+)
+HIGHER_IS_BETTER = (
+    "reward/mean", "reward/success", "reward/pass_at_", "eval/reward_mean", "eval/success", "eval/pass_at_",
+    "replay/agreement", "train/sharing_ratio", "train/packing_efficiency", "train/balance",
+)
+LOWER_IS_BETTER = ("mismatch/", "replay/conflict_rate", "time/")
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 1180px; margin: 2em auto; padding: 0 1em }
+h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em } img { max-width: 100% }
+table { border-collapse: collapse } td, th { padding: .15em .9em .15em 0; text-align: left; white-space: nowrap }
+th { color: #667; font-weight: 600 } td.number { text-align: right; font-variant-numeric: tabular-nums }
+tr + tr td { border-top: 1px solid #eceef2 } small, .note { color: #667 } .bad { color: #b00020; font-weight: 600 }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3em 0; padding: .5em .7em; border-radius: 5px;
+      font: 13px/1.6 ui-monospace, monospace }
+pre.prompt { background: #f3f5f8 } pre.response { border: 1px solid #d5dae2 }
+details.trajectory { border: 1px solid #d5dae2; border-radius: 7px; padding: .5em .9em; margin: .7em 0 }
+details.trajectory > summary { cursor: pointer } .turn { margin: .8em 0 0 1em }
+.success { color: #1a7f37; font-weight: 600 } .failure { color: #b3541e; font-weight: 600 }
+.special { color: #6b3fa0; font-weight: 600; margin: 0 .15em }
+.untrained { color: #8a93a3; text-decoration: underline dotted }
+""" + "".join(f".p{i} {{ background: rgba(240, 110, 20, {i * 0.075:.3f}) }}\n" for i in range(SHADES))
+
+
+@dataclass
+class Played:
+    """Saved rollouts, with what is needed to show them."""
+
+    groups: list[Group] = field(default_factory=list)
+    source: str = ""
+    speller: Speller = field(default_factory=Speller)
+    problems: list[str] = field(default_factory=list)  # why something is missing
+
+
+def render(name: str, config: dict, rows: list[dict], curves_png: bytes | None, played: Played) -> str:
+    body = [
+        f"<h1>{visible(name)}</h1>",
+        _facts(config, rows),
+        "<h2>Metrics</h2>", *_metrics(rows),
+        *_curves(curves_png),
+        "<h2>Trajectories</h2>", *_trajectories(played),
+    ]
+    forbids = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    return "\n".join([
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{forbids}">',
+        f"<title>{visible(name)}</title><style>{STYLE}</style></head><body>", *body, "</body></html>\n",
+    ])
+
+
+def _curves(png: bytes | None) -> list[str]:
+    if png is None:
+        return []
+    picture = base64.b64encode(png).decode()
+    return ["<h2>Curves</h2>", f'<img alt="curves" src="data:image/png;base64,{picture}">']
+
+
+def setting(config: dict, section: str, key: str):
+    """Of a config that may be incomplete, or hold anything."""
+    found = config.get(section)
+    value = found.get(key) if isinstance(found, dict) else None
+    return value if isinstance(value, (str, int, float)) else None
+
+
+def _facts(config: dict, rows: list[dict]) -> str:
+    last = max((row["step"] for row in rows), default=None)
+    planned = setting(config, "train", "steps")
+    facts = {
+        "model": setting(config, "model", "path"), "environment": setting(config, "env", "name"),
+        "loss": setting(config, "loss", "kind"), "seed": setting(config, "train", "seed"),
+        "steps": f"{last} of {planned}" if last and planned else last or None,  # an evaluation has none
+    }
+    return "<p>" + " · ".join(f"{name} <b>{visible(str(v))}</b>" for name, v in facts.items() if v is not None) + "</p>"
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def _metrics(rows: list[dict]) -> Iterator[str]:
+    """A table of the most important ones, and one of the others to be opened."""
+    order = {name: i for i, name in enumerate(MEANINGS)}
+    names = sorted({name for row in rows for name in row} - {"step"}, key=lambda n: (order.get(n, len(order)), n))
+    found = {name: points for name in names if (points := series(rows, name))}
+    if not found:
+        yield '<p class="note">There are no metrics yet.</p>'
+        return
+    headlines = [name for name in HEADLINES if name in found]
+    yield _table({name: found.pop(name) for name in headlines})
+    if found:
+        yield f"<details><summary>{len(found)} more</summary>{_table(found)}</details>"
+
+
+def _table(metrics: dict[str, Series]) -> str:
+    head = "<tr><th>metric</th><th>first</th><th>last</th><th>best</th><th>from – to</th></tr>"
+    return f'<table class="metrics">{head}{"".join(_row(name, points) for name, points in metrics.items())}</table>'
+
+
+def _row(name: str, points: Series) -> str:
+    finite = [(step, value) for step, value in points if math.isfinite(value)]
+    better = max if name.startswith(HIGHER_IS_BETTER) else min if name.startswith(LOWER_IS_BETTER) else None
+    best = _cell(*better(finite, key=lambda point: point[1])) if better and finite else "<td></td>"
+    values = [value for _, value in finite]
+    spread = f"{_number(min(values))} – {_number(max(values))}" if values else ""
+    missing = len(points) - len(finite)
+    spread += f' <span class="bad">{missing} not finite</span>' if missing else ""
+    title = visible(meaning_of(name) or "")
+    metric = f'<td title="{title}">{visible(name)}</td>'
+    return f"<tr>{metric}{_cell(*points[0])}{_cell(*points[-1])}{best}<td>{spread}</td></tr>"
+
+
+def _cell(step: int, value: float) -> str:
+    return f'<td class="number">{_number(value)} <small>at {step}</small></td>'
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else f'<span class="bad">{value}</span>'
+
+
+# ---------------------------------------------------------------- trajectories
+
+
+def _trajectories(played: Played) -> Iterator[str]:
+    yield from (f'<p class="note">{visible(problem)}</p>' for problem in played.problems)
+    if not played.groups:
+        yield '<p class="note">No rollouts were saved.</p>'
+        return
+    total = sum(len(group.trajectories) for group in played.groups)
+    shown = list(_chosen(played.groups))
+    yield f'<p class="note">{len(shown)} of the {total} trajectories in {visible(played.source)}, ' \
+          "the best and the worst of each prompt.</p>"
+    yield _legend()
+    yield from (_trajectory(t, played.speller, is_open=i == 0) for i, t in enumerate(shown))
+
+
+def _chosen(groups: list[Group]) -> Iterator[Trajectory]:
+    """Of each group the best and the worst, as long as the page has room for one more."""
+    count = tokens = 0
+    for group in groups:
+        ordered = sorted(group.trajectories, key=lambda t: -t.reward)
+        for trajectory in ordered[:1] + ordered[1:][-1:]:
+            if count == TRAJECTORIES or (count and tokens > TOKENS):
+                return
+            yield trajectory
+            count += 1
+            tokens += sum(min(len(s.response_ids), 2 * STEP_TOKENS) for s in trajectory.steps)
+
+
+def _legend() -> str:
+    shades = "".join(f'<span class="p{i}"> {-i / SHADES_PER_NAT:.1f} </span>' for i in range(SHADES))
+    return (
+        f"<p>Response tokens by the logprob they were sampled with: {shades}. "
+        '<span class="untrained">Underlined</span>: not trained on. '
+        '<span class="special">Violet</span>: special tokens. ▫: the beginning of a character. '
+        "Point at a token for its id, logprob, policy version and experts.</p>"
+    )
+
+
+def _trajectory(trajectory: Trajectory, speller: Speller, is_open: bool) -> str:
+    success = succeeded(trajectory)
+    told = ", ".join(f"{name} {value}"[:TOLD_CHARACTERS] for name, value in trajectory.env_metrics.items())
+    turns = len(trajectory.steps)
+    heading = (
+        f'prompt {trajectory.group_id}, sample {trajectory.index}: '
+        f'<span class="{"success" if success else "failure"}">reward {trajectory.reward:g}</span>, '
+        f"{turns} turn{'s' * (turns != 1)}, ended by {visible(trajectory.stop_reason)} <small>{visible(told)}</small>"
+    )
+    before: np.ndarray = np.zeros(0, np.int32)
+    turns_html = []
+    for step in trajectory.steps:
+        turns_html.append(_turn(step, before, speller))
+        before = np.concatenate([step.prompt_ids, step.response_ids])
+    opened = " open" if is_open else ""
+    return f'<details class="trajectory"{opened}><summary>{heading}</summary>{"".join(turns_html)}</details>'
+
+
+def _turn(step: Step, before: np.ndarray, speller: Speller) -> str:
+    """The prompt from where it leaves `before`, the tokens of the turn before; and the response."""
+    seen = _common_prefix(before, step.prompt_ids)
+    known = f'<small>{seen} tokens as in the turn before, then</small> ' if seen else ""
+    prompt = _both_ends(len(step.prompt_ids) - seen,
+                        lambda part: prompt_html(step.prompt_ids[seen:][part].tolist(), speller))
+    response = _both_ends(len(step.response_ids), lambda part: response_html(step, speller, part))
+    return (
+        f'<div class="turn">turn {step.index + 1}: finish <b>{visible(step.finish)}</b>, reward {step.reward:g}, '
+        f"{len(step.prompt_ids)} prompt tokens, {len(step.response_ids)} response tokens"
+        f'<pre class="prompt">{known}{prompt}</pre><pre class="response">{response}</pre></div>'
+    )
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
+def _both_ends(length: int, write) -> str:
+    """All of it, or the beginning and the end of what is too long."""
+    if length <= 2 * STEP_TOKENS:
+        return write(slice(0, length))
+    left_out = f'<span class="note"> … {length - 2 * STEP_TOKENS} tokens are not shown … </span>'
+    return write(slice(0, STEP_TOKENS)) + left_out + write(slice(length - STEP_TOKENS, length))

@@ -1,0 +1,154 @@
+"""A Hugging Face model folder: read tensor by tensor, written shard by shard.
+
+Reading keeps one shard mapped at a time; writing holds the tensors of one shard. A folder is written
+beside its destination and renamed into place, so that a killed run leaves no half of a model behind.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megastep.weights.mapping import ConvertError
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class HFReader:
+    """`reader(name)` returns one tensor; a missing one is a ConvertError that names it."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.file_of = self._index()
+        self._open_name, self._open, self._names = None, None, set()
+
+    def _index(self) -> dict[str, str]:
+        index = self.folder / INDEX
+        if index.is_file():
+            try:
+                return json.loads(index.read_text())["weight_map"]
+            except (json.JSONDecodeError, KeyError):
+                raise ConvertError(f"{index}: not an index of safetensors files") from None
+        if (self.folder / SINGLE).is_file():
+            with self._opened(SINGLE) as file:
+                return dict.fromkeys(file.keys(), SINGLE)
+        raise ConvertError(f"{self.folder}: no weights; {SINGLE} or {INDEX} is needed")
+
+    def _opened(self, name: str):
+        try:
+            return safe_open(self.folder / name, framework="pt")
+        except FileNotFoundError:
+            raise ConvertError(f"{self.folder / name}: missing, though the index names it") from None
+        except SafetensorError as error:
+            raise ConvertError(f"{self.folder / name}: not a whole safetensors file ({error})") from None
+
+    def __call__(self, name: str) -> Tensor:
+        return self._shard_of(name).get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._shard_of(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _DTYPES[self._shard_of(name).get_slice(name).get_dtype()]
+
+    def _shard_of(self, name: str):
+        if name not in self.file_of:
+            raise ConvertError(f"{self.folder}: tensor {name} is missing")
+        file = self.file_of[name]
+        if file != self._open_name:
+            self._open_name, self._open = file, self._opened(file)
+            self._names = set(self._open.keys())
+        if name not in self._names:
+            raise ConvertError(f"{self.folder / file}: tensor {name} is missing, though the index names it")
+        return self._open
+
+
+@contextmanager
+def written_beside(destination: str | Path) -> Iterator[Path]:
+    """A new folder to write into; it takes its name only when the block ends well."""
+    destination = Path(destination)
+    refuse_non_empty(destination)
+    partial = destination.with_name(f"{destination.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if destination.exists():
+        destination.rmdir()  # empty, see above
+    os.replace(partial, destination)
+
+
+def refuse_non_empty(folder: str | Path) -> None:
+    folder = Path(folder)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ConvertError(f"{folder}: is not empty; give a new folder, nothing is overwritten")
+
+
+def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> int:
+    """Write tensors as `model-00001-of-0000N.safetensors` with an index; returns the bytes of all tensors."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = size = 0
+    mode = _mode_of_new_files(folder)
+
+    def flush():
+        nonlocal size
+        file = folder / f"shard-{len(shards)}"
+        save_file(pending, file, metadata={"format": "pt"})
+        file.chmod(mode)  # safetensors makes files that only their owner can read
+        shards.append(list(pending))
+        pending.clear()
+        size = 0
+
+    for name, tensor in tensors:
+        if pending and size + tensor.nbytes > shard_bytes:
+            flush()
+        pending[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    _name_shards(folder, shards, total)
+    return total
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
+    """The number of shards is in their names, so they get them last."""
+    if len(shards) == 1:
+        os.replace(folder / "shard-0", folder / SINGLE)
+        return
+    weight_map = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        os.replace(folder / f"shard-{i}", folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+
+
+def copy_companions(source: str | Path, destination: Path) -> None:
+    """Config, tokenizer and templates: every file of the folder that is not a weight."""
+    destination.mkdir(exist_ok=True)
+    for file in sorted(Path(source).iterdir()):
+        is_weight = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(".index.json")
+        if file.is_file() and not is_weight:
+            shutil.copy2(file, destination / file.name)
+
+
+def _mode_of_new_files(folder: Path) -> int:
+    """Asked by making one: the umask itself can be read only by setting it, for all threads."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    return mode

@@ -1,0 +1,40 @@
+"""X2: the stand-ins that let Megatron-Core run on gloo are inert where CUDA is present, and harmless beside it."""
+
+import subprocess
+import sys
+
+import torch
+
+INERT = """
+import torch
+torch.cuda.is_available = lambda: True
+from megastep.policy import cpu
+import megatron.core.optimizer.clip_grads as clip_grads, megatron.core.tensor_parallel.random as random
+before = {**vars(clip_grads)}, {**vars(random)}, torch.Tensor.cuda, clip_grads.clip_grad_by_total_norm_fp32.__code__
+assert cpu.install() is False
+after = {**vars(clip_grads)}, {**vars(random)}, torch.Tensor.cuda, clip_grads.clip_grad_by_total_norm_fp32.__code__
+assert before == after and clip_grads.torch is torch
+print("inert")
+"""
+
+
+def test_inert_with_cuda():
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", INERT], capture_output=True, text=True)
+    assert run.stdout == "inert\n", run.stderr
+
+
+def test_only_megatron_sees_another_torch():
+    from megastep.distributed import cpu
+
+    assert cpu.install() and cpu.install()  # a second time changes nothing
+    import megatron.core.optimizer.clip_grads as clip_grads
+
+    assert clip_grads.torch is not torch and clip_grads.torch.zeros(1, device="cuda").device.type == "cpu"
+    assert clip_grads.torch.cuda.current_device() == torch.device("cpu")
+    assert type(torch.cuda).__name__ == "module"
+    try:
+        torch.zeros(1, device="cuda")
+    except (AssertionError, RuntimeError):
+        pass
+    else:
+        raise AssertionError("torch itself was changed")

@@ -1,0 +1,189 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastep.samples.advantage import OUTCOME, STEPWISE, advantages, check_estimator, discounted_returns
+from megastep.types import RolloutError
+
+from .rollouts import group_of, trajectory
+
+A, B, C = 1, 2, 3
+
+
+def group(*rewards_per_trajectory):
+    turns = [([A] * (k + 1), [B]) for k in range(9)]
+    return group_of(*[trajectory(*turns[: len(rewards)], rewards=rewards) for rewards in rewards_per_trajectory])
+
+
+def outcome(*rewards, turns=None):
+    """Outcome rewards on the last of 1, 2, 3, ... steps."""
+    return group(*[[0.0] * (n - 1) + [r] for r, n in zip(rewards, turns or range(1, len(rewards) + 1))])
+
+
+def per_trajectory(group, estimator):
+    found = advantages(group, estimator)
+    assert all(len(set(a.tolist())) == 1 and a.dtype == np.float32 for a in found)
+    return [a[0] for a in found]
+
+
+@pytest.mark.parametrize(
+    "estimator, wanted",
+    [
+        ("grpo", [1.5, -0.5, -0.5, -0.5]),
+        ("grpo_nostd", [0.75, -0.25, -0.25, -0.25]),
+        ("rloo", [1.0, -1 / 3, -1 / 3, -1 / 3]),
+        ("maxrl", [3.0, -1.0, -1.0, -1.0]),
+    ],
+)
+def test_s2_s4_outcome_estimators_against_their_formulas(estimator, wanted):
+    assert check_estimator(estimator) is None
+    np.testing.assert_allclose(per_trajectory(outcome(1, 0, 0, 0), estimator), wanted, rtol=1e-5)  # ε is 1e-6
+
+
+def test_s2_rloo_is_the_reward_minus_the_mean_of_the_others():
+    np.testing.assert_allclose(per_trajectory(outcome(3, 1, 2), "rloo"), [3 - 1.5, 1 - 2.5, 2 - 2], atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", OUTCOME)
+def test_s2_a_trajectory_counts_once_however_many_steps_it_took(estimator):
+    short = per_trajectory(outcome(1, 0, 0.5, turns=[1, 1, 1]), estimator)
+    uneven = per_trajectory(outcome(1, 0, 0.5, turns=[7, 1, 3]), estimator)
+    assert short == uneven
+
+
+@pytest.mark.parametrize("estimator", OUTCOME + STEPWISE)
+def test_degenerate_groups_give_exactly_zero(estimator):
+    for made in (outcome(0.7), outcome(0.1, 0.1, 0.1, turns=[1, 1, 1]), outcome(0.0, 0.0, turns=[2, 2])):
+        assert all((a == 0).all() for a in advantages(made, estimator))
+
+
+# ---------------------------------------------------------------- A2: rounding is not a signal
+
+TENTHS = [0.1, 0.2, 0.3, 0.4]
+
+
+def all_zero(made, estimator):
+    return all((a == 0).all() for a in advantages(made, estimator))
+
+
+@pytest.mark.parametrize("estimator", OUTCOME + STEPWISE)
+def test_a2_rewards_that_differ_by_rounding_are_equal(estimator):
+    assert all_zero(outcome(0.7, 0.7000000000000001, turns=[1, 1]), estimator)
+    assert all_zero(outcome(0.3, 0.1 + 0.2, float(np.float32(0.3)), turns=[1, 1, 1]), estimator)
+
+
+@pytest.mark.parametrize("estimator", OUTCOME)
+def test_a2_the_same_total_earned_in_other_portions_gives_exactly_zero(estimator):
+    """0.1 + 0.2 and 0.3 are different numbers even when each sum is rounded once."""
+    assert all_zero(group([0.1, 0.2], [0.2, 0.1], [0.3], [0.1, 0.1, 0.1]), estimator)
+    if estimator != "maxrl":
+        assert all_zero(group([0.1, 0.2, -0.3], [0.0], [0.3, -0.1, -0.2]), estimator)
+
+
+def test_a2_returns_that_differ_by_rounding_are_equal():
+    """Of step 0: 0.1 + 0.2 + 0.3 added from the end, and 0.6; of step 1: a sum that cancels, and nothing."""
+    found = advantages(group([0.1, 0.2, 0.3], [0.6, 0.0]), "step_returns")
+    assert found[0][0] == found[1][0] == 0 and found[0][1] > 0
+    assert all_zero(group([0.5, 0.1, 0.2, -0.3], [0.5, 0.0]), "step_returns")
+    found = advantages(group([0.5, 0.1, 0.2, -0.3], [0.5, 0.0, 0.0, 0.0]), "step_returns")
+    assert found[0][0] == found[0][1] == 0 and found[0][2] < 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.sampled_from(TENTHS), min_size=1, max_size=6), min_size=2, max_size=5), st.randoms())
+def test_a2_outcome_estimators_do_not_see_the_order_of_step_rewards(rewards, random):
+    shuffled = [random.sample(r, len(r)) for r in rewards]
+    for estimator in OUTCOME:
+        before, after = (per_trajectory(group(*given), estimator) for given in (rewards, shuffled))
+        assert before == after
+
+
+@pytest.mark.parametrize("estimator", OUTCOME + STEPWISE)
+@pytest.mark.parametrize("low, high", [(0.5, 0.501), (0.0, 1e-3), (1_000_000, 1_000_001)])
+def test_a2_small_but_real_differences_still_train(estimator, low, high):
+    found = [a[0] for a in advantages(outcome(low, high, turns=[1, 1]), estimator)]
+    assert found[0] < 0 < found[1]
+    if estimator == "grpo":
+        assert found[1] == pytest.approx(0.5**0.5, rel=2e-3)
+
+
+def test_a2_epsilon_bounds_what_a_tiny_deviation_is_divided_by():
+    """Ten times less than the ε of 1e-6: a tenth of a full advantage, not all of it."""
+    found = per_trajectory(outcome(0.0, 1e-7, turns=[1, 1]), "grpo")
+    assert 0 < found[1] < 0.1
+
+
+@pytest.mark.parametrize("estimator", OUTCOME + STEPWISE)
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
+def test_a_reward_that_is_not_finite_is_an_error_that_names_it(estimator, reward):
+    with pytest.raises(ValueError, match=f"group 0, trajectory 1: reward is {reward}"):
+        advantages(outcome(1, reward), estimator)
+
+
+@pytest.mark.parametrize("estimator", OUTCOME + STEPWISE)
+def test_a_trajectory_without_steps_gets_no_advantage_and_breaks_nothing(estimator):
+    found = advantages(group([1.0], [], [0.0]), estimator)
+    assert [len(a) for a in found] == [1, 0, 1] and all(np.isfinite(a).all() for a in found)
+
+
+def test_maxrl_refuses_negative_rewards():
+    with pytest.raises(RolloutError, match="maxrl: needs rewards of 0 or more, got -1.0"):  # one line, not a traceback
+        advantages(outcome(1, -1), "maxrl")
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce++"])
+def test_s4_temporal_estimators_are_refused_with_a_reason(estimator):
+    with pytest.raises(ValueError, match=r"per-token values across steps.*use one of grpo, grpo_nostd, rloo, maxrl"):
+        advantages(outcome(1, 0), estimator)
+
+
+def test_s4_unknown_estimators_are_refused():
+    assert check_estimator("best").startswith("must be one of grpo")
+
+
+# ---------------------------------------------------------------- rewards per step
+
+
+@given(st.lists(st.floats(-5, 5), max_size=8), st.floats(0, 1))
+def test_returns_are_discounted_sums(rewards, discount):
+    wanted = [sum(discount ** (k - t) * r for k, r in enumerate(rewards) if k >= t) for t in range(len(rewards))]
+    np.testing.assert_allclose(discounted_returns(rewards, discount), wanted, atol=1e-9)
+
+
+def test_step_returns_compare_with_the_trajectories_that_took_the_step():
+    found = advantages(group([1, 0, 4], [0, 2], [3]), "step_returns", discount=0.5)
+    # returns: [2, 2, 4], [1, 2], [3]
+    np.testing.assert_allclose(found[0], [0, 0, 0])
+    np.testing.assert_allclose(found[1], [-1, 0])
+    np.testing.assert_allclose(found[2], [1])
+
+
+def test_step_returns_with_one_step_each_is_grpo_nostd():
+    made = outcome(1, 0, 3, turns=[1, 1, 1])
+    for a, b in zip(advantages(made, "step_returns"), advantages(made, "grpo_nostd")):
+        assert a.tolist() == b.tolist()
+
+
+def test_gigpo_adds_the_comparison_within_a_state():
+    made = outcome(1, 0, turns=[2, 2])
+    # Both trajectories begin in one state; their second steps are in states of their own.
+    for i, t in enumerate(made.trajectories):
+        t.steps[1].state = i
+    episode = per_trajectory(made, "grpo")
+    found = advantages(made, "gigpo", discount=0.5, step_weight=2.0)
+    for a, e in zip(found, episode):
+        np.testing.assert_allclose(a, [e + 2 * e, e], rtol=1e-5)  # two samples normalise to the same ±, but for ε
+
+
+def test_gigpo_takes_the_prompt_as_the_state_where_none_is_given():
+    made = outcome(1, 0, turns=[1, 1])
+    assert advantages(made, "gigpo")[0][0] == pytest.approx(2 * advantages(made, "grpo")[0][0])
+    made.trajectories[1].steps[0].prompt_ids = np.array([C], np.int32)
+    assert advantages(made, "gigpo")[0][0] == pytest.approx(advantages(made, "grpo")[0][0])
+
+
+def test_a2_rounding_of_one_trajectory_does_not_hide_the_others():
+    """Rounding is each value's own: 1e8 - 1e8 is uncertain by several, 0 and 1 are not."""
+    exact = [trajectory(*[([1], [2])] * len(rewards), rewards=rewards) for rewards in ([0.0], [1.0], [1e8, -1e8])]
+    assert all(np.abs(a).max() > 0.5 for a in advantages(group_of(*exact), "grpo"))

@@ -1,0 +1,184 @@
+"""Learner and PolicyWorker together against a plain transformers loop (tests/trainer/plain_loop.py): two batches of three
+prompts, two mini-batches each, and a value other than the default for every setting that passes through."""
+
+import numpy as np
+import pytest
+import torch
+
+from megastep.trainer.learner import Learner
+from megastep.policy.worker import Update
+from megastep.samples.metrics import over_mini_batches
+from megastep.report.meanings import meaning_of
+from tests import cases
+from tests.trainer.plain_loop import PlainLearner, Sequence, conflicting_groups
+from tests.policy.updates import steps_of
+
+MODEL = "qwen3_moe"
+COMMON = {
+    "rollout.prompts": 3, "train.mini_batch_prompts": 2, "train.steps": 2, "train.micro_batch_tokens": 120,
+    "replay.min_agreement": 0.0,  # the recorded experts are made up
+    "optimizer.lr": 1e-2, "optimizer.betas": [0.8, 0.9], "optimizer.eps": 1e-3, "optimizer.weight_decay": 0.1,
+}
+CASES = {
+    "ppo_clip": {
+        "loss.kind": "ppo_clip", "loss.normalize": "prompt", "loss.clip_low": 0.1, "loss.clip_high": 0.3,
+        "loss.dual_clip": 1.2, "loss.kl": 0.05, "loss.entropy": 0.2, "loss.correction": "truncate",
+        "loss.correction_level": "step", "loss.correction_high": 1.3, "credit.estimator": "gigpo",
+        "credit.discount": 0.6, "credit.step_weight": 0.4, "replay.on_conflict": "split", "rollout.temperature": 0.7,
+        "optimizer.clip_grad": 0.3, "optimizer.warmup_steps": 3,
+    },
+    "gspo": {
+        "loss.kind": "gspo", "loss.normalize": "step", "loss.clip_low": 0.02, "loss.clip_high": 0.05, "loss.kl": 0.1,
+        "loss.kl_estimate": "k2", "loss.correction": "mask", "loss.correction_low": 0.7, "loss.correction_high": 1.6,
+        "credit.estimator": "step_returns", "credit.discount": 0.5, "rollout.temperature": 1.3,
+        "samples.layout": "merge", "optimizer.clip_grad": 0.5,
+    },
+    "cispo": {
+        "loss.kind": "cispo", "loss.normalize": "trajectory", "loss.clip_low": 0.3, "loss.clip_high": 0.5,
+        "loss.old": "rollout", "loss.entropy": 0.1, "replay.on_conflict": "split", "samples.layout": "flat",
+        "optimizer.clip_grad": 0.0,
+    },
+    "reinforce": {
+        "loss.kind": "reinforce", "loss.entropy": 0.3, "replay.enabled": False, "rollout.temperature": 0.8,
+        "asynchronous.max_staleness": 1, "loss.correction_high": 1.1,
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_batches_equal_a_plain_loop(name, ranks, models):
+    folder, _ = models(MODEL)
+    check(folder, ranks, {**COMMON, **CASES[name]})
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_schedules_equal_a_plain_loop(schedule, ranks, models):
+    """A9: the whole rate once the warm-up is over, and a last update that still counts."""
+    folder, _ = models(MODEL)
+    scheduled = {"optimizer.schedule": schedule, "optimizer.min_lr": 1e-3, "optimizer.warmup_steps": 1}
+    check(folder, ranks, {**COMMON, **CASES["reinforce"], **scheduled})
+
+
+def check(folder, ranks, settings: dict) -> None:
+    batches = [conflicting_groups(prompts=3), conflicting_groups(prompts=3, first=3)]
+    plain = PlainLearner(folder, cases.make_config(folder, {}, settings))
+    (found,) = ranks(1).run(cases.learn, folder=folder, settings=settings, batches=batches)
+    for groups, (learned, updates) in zip(batches, found, strict=True):
+        expected = plain.learn(groups)
+        for mine, theirs in zip(updates, expected, strict=True):
+            compare(mine, theirs)
+        for key, value in over_mini_batches([update["metrics"] for update in expected]).items():
+            assert learned[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+        assert learned["train/optimizer_steps"] == 2
+        assert all(meaning_of(key) for key in learned)
+
+
+def compare(mine: dict, theirs: dict) -> None:
+    for key, value in theirs["metrics"].items():
+        assert mine["metrics"][key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+    assert mine["parameters"].keys() == theirs["parameters"].keys()
+    for key, value in theirs["parameters"].items():
+        assert np.abs(mine["parameters"][key] - value).max() <= 3e-4 * np.abs(value).max(), key
+
+
+# ---------------------------------------------------------------- micro-batches
+
+
+def laid_out(folder, layout: dict = {}, **settings) -> list[list]:
+    """Micro-batches of each rank, from 3 prompts."""
+    given = {"train.micro_batch_tokens": 4096} | {key.replace("__", "."): value for key, value in settings.items()}
+    learner = Learner(cases.make_config(folder, layout, given), policy=None)
+    return learner.lay_out(conflicting_groups(prompts=3), "token")[0]
+
+
+def test_layout_settings_reach_the_micro_batches(models):
+    """samples.layout, train.micro_batch_tokens, policy.ranks, policy.parallel: they change no update, so the
+    comparison with the plain loop does not see them."""
+    folder, _ = models(MODEL)
+
+    def lengths(*given, **settings):
+        return [[len(m.trie) for m in batches] for batches in laid_out(folder, *given, **settings)]
+
+    ((flat,),), ((merge,),), ((trie,),) = (lengths(samples__layout=name) for name in ("flat", "merge", "trie"))
+    assert flat > merge > trie
+    (small,) = lengths(train__micro_batch_tokens=64)
+    assert len(small) > 1 and max(small) <= 64
+    assert len(lengths(policy__ranks=2)) == 2
+    assert len(lengths(dict(tensor=2), policy__ranks=2)) == 1
+    aligned = lengths(dict(tensor=4), policy__ranks=4, train__micro_batch_tokens=64)
+    assert all(length % 4 == 0 for length in aligned[0])
+    for pipeline in (2, 3):
+        layout = dict(pipeline=pipeline, virtual=2)
+        (rounds,) = lengths(layout, policy__ranks=pipeline, train__micro_batch_tokens=64)
+        assert len(rounds) % pipeline == 0
+
+
+def test_the_softmax_keeps_as_many_rows_as_the_config_says(ranks, models):
+    """policy.head_rows: a matter of memory, and of no result."""
+    folder, _ = models(MODEL)
+    for rows in (48, 1000):
+        (kept,) = ranks(1).run(cases.rows_kept, folder=folder, settings={"policy.head_rows": rows})
+        assert kept == {rows}
+
+
+# ---------------------------------------------------------------- warm start
+
+
+class Recorder:
+    """Stands for cluster.Policy, and writes down what it is asked."""
+
+    def __init__(self):
+        self.begun, self.batches = [], []
+
+    def call(self, method: str, *arguments) -> None:
+        assert method == "begin"
+        self.begun.append(arguments)
+
+    def scatter(self, method: str, by_data_rank: list) -> list:
+        assert method == "learn"
+        (mini_batches,) = by_data_rank
+        self.batches.append([sorted({int(g) for m in batch for g in m.trie.loss.group}) for batch in mini_batches])
+        metrics = {"train/loss": float(len(self.batches)), "train/empty_mini_batches": 0.0}
+        return [[Update(metrics) for _ in mini_batches]]
+
+
+def test_a_warm_start_is_as_long_as_the_config_says(models):
+    """warm_start.epochs, batch and lr; afterwards everything begins as the rest of the config says."""
+    folder, _ = models(MODEL)
+    settings = {"warm_start.trajectories": 5, "warm_start.epochs": 3, "warm_start.batch": 2, "warm_start.lr": 0.02,
+                "optimizer.lr": 0.5, "optimizer.betas": [0.7, 0.8], "train.steps": 4, "loss.kl": 0.3}
+
+    def started(seed: int):
+        policy, losses = Recorder(), []
+        config = cases.make_config(folder, {}, {**settings, "train.seed": seed})
+        demonstrations = conflicting_groups(prompts=5)
+        metrics = Learner(config, policy).warm_start(demonstrations, losses.append)
+        return config, policy, losses, metrics
+
+    config, policy, losses, metrics = started(seed=1)
+    assert losses == [float(n) for n in range(1, 10)] and metrics == {"warm_start/loss": 9.0}
+    (supervised, supervised_loss, steps), (optimizer, loss, rest) = policy.begun
+    assert (supervised.lr, supervised.schedule, supervised.min_lr, steps) == (0.02, "linear", 0.0, 9)
+    assert supervised.betas == [0.7, 0.8]
+    assert (supervised_loss.kind, supervised_loss.kl, supervised_loss.entropy) == ("nll", 0.0, 0.0)
+    assert (optimizer, loss, rest) == (config.optimizer, config.policy_loss, 4)
+    epochs = [[id for (batch,) in policy.batches[n : n + 3] for id in batch] for n in (0, 3, 6)]
+    assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
+    assert started(seed=1)[1].batches == policy.batches != started(seed=2)[1].batches
+
+
+def test_demonstrations_are_learned_without_temperature_replay_kl_and_entropy(ranks, models):
+    """They were neither sampled nor routed; rollouts afterwards are."""
+    folder, model = models(MODEL)
+    settings = {
+        "rollout.temperature": 0.5, "loss.kl": 0.5, "loss.entropy": 0.5, "loss.normalize": "prompt",
+        "warm_start.batch": 4, "warm_start.trajectories": 3, "warm_start.epochs": 2, "warm_start.lr": 1e-2,
+    }
+    groups = conflicting_groups(prompts=3)
+    (found,) = ranks(1).run(cases.warm_start, folder=folder, settings=settings, groups=groups)
+    plain = PlainLearner(folder, cases.make_config(folder, {}, {}))
+    with torch.no_grad():
+        logprobs = [plain.forward(model, Sequence(step, 0.0, 0.0, None))[0] for step in steps_of(groups)]
+    assert found["losses"][0] == pytest.approx(-torch.cat(logprobs).mean().item(), rel=1e-4)
+    assert found["losses"][1] < found["losses"][0]
+    assert found["temperatures"] == [1.0, 1.0, 0.5] and found["kinds"] == ["nll", "nll", "ppo_clip"]

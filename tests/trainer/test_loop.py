@@ -1,0 +1,258 @@
+"""The loop itself, on episodes and a policy that are made up: what it asks of its parts, and in which order."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from megastep.config import load
+from megastep.checkpoint.loop_state import LoopState
+from megastep.rollout import stream
+from megastep.rollout.data import PromptStream
+from megastep.trainer.rundir import Run, RunError
+from megastep.samples import store
+from megastep.trainer.loop import LiveLine, Loop
+from tests.rollout.test_stream import Episodes
+from tests.runs import LOCAL
+
+GIVEN = ("rollout.prompts=4", "train.mini_batch_prompts=4", "train.steps=9", "run.rollouts_every=0")
+
+
+class Versioned(Episodes):
+    """Every token of an episode was sampled by policy `version`."""
+
+    version = 0
+
+    async def play(self, prompt, index):
+        trajectory = await super().play(prompt, index)
+        trajectory.steps[0].versions[:, 0] = self.version
+        trajectory.steps[0].reward = float(index)
+        return trajectory
+
+
+class CutOff(Versioned):
+    """Every trajectory of an even prompt is cut off."""
+
+    async def play(self, prompt, index):
+        trajectory = await super().play(prompt, index)
+        trajectory.steps[0].finish = "stop" if prompt.id % 2 else "length"
+        return trajectory
+
+
+class Policy(SimpleNamespace):
+    def call(self, method: str, *_) -> None:
+        self.calls.append(method)
+
+
+def make_loop(tmp_path, episodes: Episodes, *given: str, state=LoopState(0)) -> Loop:
+    prompts = PromptStream([{"n": n} for n in range(50)], seed=0)
+    task = SimpleNamespace(pool=lambda _: episodes, stream=lambda: prompts, eval_prompts=lambda: ["held out"],
+                           eval_pool=lambda _: SimpleNamespace(run=held_out))
+    cluster = SimpleNamespace(engines=SimpleNamespace(generate=None), policy=Policy(calls=[]), sync=lambda: 7,
+                              to_policy=lambda: None)
+    loop = Loop(load(LOCAL, [*GIVEN, *given]), task, cluster, Run(tmp_path, None, state), log=None)
+    episodes.stream = loop.stream
+    return loop
+
+
+async def held_out(prompts: list) -> list:
+    return prompts
+
+
+@pytest.mark.parametrize("version, kept", [(3, 0), (5, 4), (6, 4)])
+def test_s15_what_is_too_old_is_not_trained_on_whatever_the_schedule_was(version, kept, tmp_path):
+    """The loop looks at the tokens' own versions."""
+    episodes = Versioned()
+    episodes.version = version
+    loop = make_loop(tmp_path, episodes, "async.max_staleness=1")
+    loop.ages.pushed, loop.step = [3, 5, 6], 1
+    with loop.stream:
+        groups, metrics = loop.collect()
+    assert len(groups) == kept and metrics["rollout/trajectories"] == 4 * episodes.samples
+    assert metrics["filter/dropped"] == (4 - kept) * episodes.samples
+
+
+@pytest.mark.parametrize("sampling, kept, played", [(True, [1, 3, 5, 7], 8), (False, [0, 1, 2, 3], 4)])
+def test_a10_a_group_without_a_trained_token_does_not_fill_a_batch(sampling, kept, played, tmp_path):
+    """Rewards differ in every group. A group that trains nothing is replaced by dynamic sampling; without it, it stays
+    in its mini-batch. A trajectory that is both masked and dropped counts once."""
+    loop = make_loop(tmp_path, CutOff(), "filters.over_long=mask", f"filters.dynamic_sampling={sampling}")
+    loop.step = 1
+    with loop.stream:
+        groups, metrics = loop.collect()
+    assert [group.id for group in groups] == kept and metrics["rollout/prompts"] == played
+    assert metrics["filter/dropped"] == played // 2 * CutOff.samples and metrics["filter/dropped_share"] == 0.5
+
+
+def test_s15_groups_that_are_given_up_are_counted(tmp_path):
+    """async.on_stale=drop: prompt 1 never ends, and nobody waits for it."""
+    loop = make_loop(tmp_path, Versioned(lambda id, index: None if id == 1 else 0.0), "async.max_staleness=1",
+                     "async.on_stale=drop")
+    loop.ages.pushed = [0]
+    counted = []
+    with loop.stream:
+        for loop.step in (1, 2, 3):
+            counted.append(loop.collect()[1]["async/dropped"])
+    assert counted == [0, 0, 1]
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_s5_x6_an_evaluation_that_was_under_way_is_made_again(evaluates, tmp_path):
+    state = LoopState(2, evaluates=evaluates, pushed=[3, 5])
+    loop = make_loop(tmp_path, Versioned(), "async.max_staleness=1", state=state)
+    with loop.stream:
+        loop.begin([])
+        assert loop.evaluation.is_running == evaluates
+        if evaluates:
+            step, future = loop.evaluation._running
+            assert step == 2 and future.result() == ["held out"]
+    assert loop.ages.pushed == [3, 5, 7]  # what the engines had before, and what they have now
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_x6_a_checkpoint_that_was_written_counts_while_groups_are_waited_for(in_background, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "MEANWHILE_S", 0.01)
+    loop = make_loop(tmp_path, Versioned(lambda id, index: 0.2), f"checkpoint.asynchronous={in_background}")
+    loop.step = 1
+    with loop.stream:
+        loop.collect()
+    assert ("seal_written" in loop.cluster.policy.calls) == in_background
+
+
+# ---------------------------------------------------------------- filters
+
+
+class Judged(Episodes):
+    """One step each; `judge(prompt, index, trajectory)` gives it a reward, or whatever else befalls it."""
+
+    def __init__(self, judge):
+        super().__init__()
+        self.judge = judge
+
+    async def play(self, prompt, index):
+        trajectory = await super().play(prompt, index)
+        trajectory.steps[0].versions[:, 0] = 0
+        self.judge(prompt.id, index, trajectory)
+        return trajectory
+
+
+def collected(tmp_path, judge, *given: str) -> tuple[list, dict]:
+    """The groups to train on, as {id: indices of its trajectories}, and the metrics."""
+    loop = make_loop(tmp_path, Judged(judge), *given)
+    loop.ages.pushed, loop.step = [0], 1
+    with loop.stream:
+        groups, metrics = loop.collect()
+    return {group.id: [t.index for t in group.trajectories] for group in groups}, metrics
+
+
+def rewarded(id, index, trajectory):
+    trajectory.steps[0].reward = float(index)
+
+
+EVERYONE = [0, 1, 2]  # the trajectories of a prompt
+
+
+@pytest.mark.parametrize("stop_reason", ["env_error", "env_timeout", "engine_error", "abort"])
+def test_episodes_that_failed_are_not_trained_on(stop_reason, tmp_path):
+    """Whatever reward they had by then."""
+
+    def judge(id, index, trajectory):
+        rewarded(id, index, trajectory)
+        if (id, index) == (1, 2):
+            trajectory.stop_reason = stop_reason
+
+    kept, metrics = collected(tmp_path, judge)
+    assert kept == {0: EVERYONE, 1: [0, 1], 2: EVERYONE, 3: EVERYONE}
+    assert metrics["filter/dropped"] == 1 and metrics["rollout/trajectories"] == 12
+
+
+def test_rewards_that_are_not_finite_are_not_trained_on(tmp_path):
+    def judge(id, index, trajectory):
+        trajectory.steps[0].reward = float("nan") if (id, index) == (2, 0) else float(index)
+
+    kept, metrics = collected(tmp_path, judge)
+    assert kept == {0: EVERYONE, 1: EVERYONE, 2: [1, 2], 3: EVERYONE} and metrics["filter/dropped"] == 1
+
+
+@pytest.mark.parametrize("policy, kept, trained", [("keep", EVERYONE, 6), ("mask", EVERYONE, 4), ("drop", [0, 2], 4)])
+def test_trajectories_that_were_cut_off_are_treated_as_filters_over_long_says(policy, kept, trained, tmp_path):
+    def judge(id, index, trajectory):
+        rewarded(id, index, trajectory)
+        if (id, index) == (1, 1):
+            trajectory.steps[0].finish = "length"
+
+    loop = make_loop(tmp_path, Judged(judge), f"filters.over_long={policy}")
+    loop.ages.pushed, loop.step = [0], 1
+    with loop.stream:
+        (group,) = [group for group in loop.collect()[0] if group.id == 1]
+    assert [t.index for t in group.trajectories] == kept
+    assert sum(int(t.steps[0].loss_mask.sum()) for t in group.trajectories) == trained
+
+
+def odd_ones_differ(id, index, trajectory):
+    trajectory.steps[0].reward = float(index) if id % 2 else 1.0
+
+
+@pytest.mark.parametrize("given, ids, played", [
+    ([], [0, 1, 2, 3], 4),
+    (["filters.zero_variance=true"], [1, 3], 4),
+    (["filters.dynamic_sampling=true"], [1, 3, 5, 7], 8),
+])
+def test_prompts_whose_trajectories_earned_the_same(given, ids, played, tmp_path):
+    """Kept, left out, or replaced by others until the batch is full; dynamic_sampling needs no zero_variance."""
+    kept, metrics = collected(tmp_path, odd_ones_differ, *given)
+    assert list(kept) == ids
+    assert metrics["rollout/prompts"] == played and metrics["filter/dropped"] == 3 * (played - len(ids))
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+def test_dynamic_sampling_gives_up_after_max_batches(limit, tmp_path):
+    def all_alike(id, index, trajectory):
+        trajectory.steps[0].reward = 1.0
+
+    with pytest.raises(RunError, match=f"filters.max_batches = {limit}: of {4 * limit} prompts 0 had"):
+        collected(tmp_path, all_alike, "filters.dynamic_sampling=true", f"filters.max_batches={limit}")
+
+
+# ---------------------------------------------------------------- a whole run
+
+
+def test_what_happens_at_which_step(tmp_path, monkeypatch):
+    """train.steps, loop.eval_every, checkpoint.every_steps, run.rollouts_every, run.report_prompts, rollout.prompts,
+    eval.prompts."""
+    loop = make_loop(
+        tmp_path, Judged(rewarded), "train.steps=7", "train.eval_every=3", "checkpoint.every_steps=2",
+        "run.rollouts_every=5", "run.report_prompts=2", "async.max_staleness=0", "rollout.prompts=3", "optimizer.warmup_steps=0",
+    )
+    learned, rows, saved, begun = [], [], [], []
+    loop.learner = SimpleNamespace(learn=lambda groups: learned.append([g.id for g in groups]) or {}, policy=None)
+    loop.log = SimpleNamespace(write=lambda step, metrics: rows.append((step, metrics)))
+    loop.cluster.policy.call = lambda method, *given: saved.append((method, loop.step))
+    loop.cluster.sync = lambda: 0  # the version that the episodes have
+    held_out_groups = asyncio.run(play_all(loop))
+    loop.evaluation.pool = SimpleNamespace(run=evaluated(held_out_groups, loop, begun))
+    monkeypatch.setattr(LiveLine, "show", lambda self, metrics: None)
+    loop.run([])
+    assert learned == [[3 * n, 3 * n + 1, 3 * n + 2] for n in range(7)]
+    assert [step for step, _ in rows] == list(range(8))
+    assert begun == [0, 3, 6, 7] == [step for step, metrics in rows if "eval/success" in metrics]
+    assert [step for method, step in saved if method == "save"] == [2, 4, 6, 7]
+    kept = {p.stem: [group.id for group in store.read(p)] for p in (tmp_path / "rollouts").iterdir()}
+    assert kept == {"step_5": [12, 13, 14], "step_7": [18, 19, 20], "latest": [18, 19]}
+
+
+async def play_all(loop) -> list:
+    """A group for the evaluation to return."""
+    from megastep.rollout.data import Prompt
+    from megastep.types import Group
+
+    return [Group(0, [await loop.stream.pool.play(Prompt(0, {}), index) for index in range(3)])]
+
+
+def evaluated(groups: list, loop, begun: list):
+    async def run(prompts: list) -> list:
+        assert prompts == ["held out"]
+        begun.append(loop.step)
+        return groups
+
+    return run

@@ -1,0 +1,149 @@
+"""X6: where a run begins and where it goes on, whichever run its checkpoint is of."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megastep.models.architecture import read_architecture
+from megastep.config import load
+from megastep.checkpoint.loop_state import LoopState
+from megastep.checkpoint.manifest import CheckpointError, describe, write_manifest
+from megastep.trainer.rundir import Run, RunDirError
+from tests.bad_input.harness import refused
+from tests.processes import alive, descendants
+from tests.runs import LOCAL
+
+
+def checkpoint(root: Path, step: int) -> Path:
+    """As far as the driver looks at it."""
+    folder = root / f"step_{step}"
+    folder.mkdir(parents=True)
+    LoopState(step).write(folder)
+    write_manifest(folder, describe(read_architecture(load(LOCAL, []).model.path), step, None, with_optimizer=True))
+    return folder
+
+
+def find(root: Path, name: str, resume: Path | str = "auto", kl: float = 0.1) -> Run:
+    config = load(LOCAL, [f"run.dir={root}", f"run.name={name}", f"run.resume={resume}", f"loss.kl={kl}"])
+    run = Run.find(config, "local")
+    run.create(config)
+    run.lock.close()  # as if its process had ended
+    return run
+
+
+@pytest.fixture
+def first(tmp_path) -> Path:
+    """A run that was warm-started and trained for eight steps."""
+    checkpoint(tmp_path / "first" / "start", 0)
+    checkpoint(tmp_path / "first" / "checkpoints", 8)
+    return tmp_path / "first"
+
+
+def test_the_command_that_began_a_run_goes_on_with_it(first, tmp_path):
+    """Also where it names the checkpoint of another run: a job that is requeued is the same command again."""
+    begun_with = first / "checkpoints" / "step_8"
+    assert find(tmp_path, "second", begun_with).checkpoint == begun_with
+    assert find(tmp_path, "second").checkpoint == begun_with  # killed before it had one of its own
+    own = checkpoint(tmp_path / "second" / "checkpoints", 10)
+    assert find(tmp_path, "second", begun_with).checkpoint == find(tmp_path, "second").checkpoint == own
+    with pytest.raises(CheckpointError, match="step_10: is ahead of step 0"):
+        find(tmp_path, "second", first / "start" / "step_0")
+
+
+def test_the_reference_stays_that_of_the_first_run(first, tmp_path):
+    """However often a run goes on from the checkpoint of another, and is resumed itself."""
+    start = first / "start" / "step_0"
+    assert find(tmp_path, "first").reference() == start
+    assert find(tmp_path, "second", first / "checkpoints" / "step_8").reference() == start
+    own = checkpoint(tmp_path / "second" / "checkpoints", 10)
+    assert find(tmp_path, "second").reference() == start
+    assert find(tmp_path, "third", own).reference() == start
+    checkpoint(tmp_path / "third" / "checkpoints", 12)
+    assert find(tmp_path, "third").reference() == start
+
+
+def test_a_reference_that_is_gone_is_refused_where_it_is_needed(first, tmp_path):
+    find(tmp_path, "second", first / "checkpoints" / "step_8")
+    checkpoint(tmp_path / "second" / "checkpoints", 10)
+    (first / "start").rename(first / "elsewhere")
+    with pytest.raises(CheckpointError, match="first/start/step_0: no such checkpoint"):
+        find(tmp_path, "second")
+    assert find(tmp_path, "second", kl=0).state.step == 10
+
+
+def test_a_start_is_a_runs_own_or_anothers(first, tmp_path):
+    assert find(tmp_path, "second", first / "start" / "step_0").comes_from_another
+    checkpoint(tmp_path / "second" / "start", 0)
+    assert not find(tmp_path, "second").comes_from_another and not find(tmp_path, "new").comes_from_another
+
+
+def test_a_run_that_begins_anew_forgets_where_it_came_from(first, tmp_path):
+    find(tmp_path, "second", first / "checkpoints" / "step_8")
+    assert find(tmp_path, "second", "never").checkpoint is None
+    assert find(tmp_path, "second").checkpoint is None
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from megastep.rundir import lock
+held = lock(Path(sys.argv[1]))
+if len(sys.argv) > 2:
+    import os
+    if os.fork() == 0:
+        time.sleep(60)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def hold(folder: Path, *more: str) -> subprocess.Popen:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder), *more], stdout=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_run_is_one_processs_at_a_time(tmp_path):
+    """C5: whoever comes second is told who holds the run, and nothing of it is touched; kill -9 lets go of it."""
+    folder = tmp_path / "r"
+    folder.mkdir()
+    holder = hold(folder)
+    try:
+        (line,) = refused("train", LOCAL, "warm_start.trajectories=0", f"run.dir={tmp_path}", "run.name=r")
+        assert line == (f"error: {folder}: in use by process {holder.pid} on {socket.gethostname()}; wait for it to "
+                        "end, stop it, or give another run.name")
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+    finally:
+        holder.kill()
+        holder.wait()
+    find(tmp_path, "r")
+
+
+def test_a_child_does_not_inherit_the_lock(tmp_path):
+    """A forked one may outlive a killed parent."""
+    folder = tmp_path / "r"
+    folder.mkdir()
+    holder = hold(folder, "fork")
+    children = descendants(holder.pid)
+    try:
+        holder.kill()
+        holder.wait()
+        assert alive(children)
+        find(tmp_path, "r")
+    finally:
+        for pid, _ in children:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_what_another_process_wrote_meanwhile_is_not_overlooked(first, tmp_path):
+    config = load(LOCAL, [f"run.dir={tmp_path}", "run.name=first"])
+    run = Run.find(config, "local")
+    checkpoint(first / "checkpoints", 9)
+    with pytest.raises(RunDirError, match="another process has just written to it; start again"):
+        run.create(config)
