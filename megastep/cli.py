@@ -64,13 +64,13 @@ def _parser() -> argparse.ArgumentParser:
                  "train on trajectories of a file",
                  "The training half alone: the prompts of FILE, rollout.prompts at a time, each batch a step.")
     replay.add_argument("--rollouts", metavar="FILE", type=Path, required=True, help="as `megastep rollout` writes it")
-    rollout = add("rollout", _rollout, "rollout configs/chase.yaml --out chase.safetensors rollout.samples=4",
+    rollout = add("rollout", _rollout, "rollout configs/chase.yaml --out chase.safetensors rollout.samples_per_prompt=4",
                   "generate trajectories into a file",
-                  "Play rollout.prompts prompts of the training data, rollout.samples trajectories each, into FILE.")
+                  "Play rollout.prompts prompts of the training data, rollout.samples_per_prompt trajectories each, into FILE.")
     rollout.add_argument("--out", metavar="FILE", type=Path, required=True, help="a safetensors file to be written")
     add("eval", _evaluate, "eval configs/chase.yaml run.resume=runs/NAME/checkpoints/step_24",
         "play held-out prompts and report success and pass@k",
-        "Play eval.prompts held-out prompts, eval.samples trajectories each; metrics per trajectory.")
+        "Play eval.prompts held-out prompts, eval.samples_per_prompt trajectories each; metrics per trajectory.")
     plan = add("plan", _plan, "plan configs/local.yaml --suggest policy.precision=bf16",
                "tell whether a config fits on its GPUs",
                "Memory of every kind of GPU, micro-batches, pipeline bubble and traffic, from CONFIG and the model's "
@@ -152,7 +152,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from megastep.config import ConfigError, load
+    from megastep.config import load
+    from megastep.errors import ConfigError
     from megastep.models.folder import refuse_unreadable
 
     try:
@@ -193,7 +194,8 @@ def _setting(key: str, value: object) -> str:
 
 def _run(args: argparse.Namespace, run: Callable) -> int:
     """`run` the config, or tell what is wrong: one line for what users can put right, a traceback for all else."""
-    from megastep.config import ConfigError, folders, load
+    from megastep.config import folders, load
+    from megastep.errors import ConfigError
 
     try:
         config = load(args.config, args.overrides)
@@ -203,20 +205,21 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
 
     from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-    from megastep.cluster import ClusterError
-    from megastep.trainer.collect import OutputError
+    from megastep.errors import ClusterError
+    from megastep.errors import OutputError
     from megastep.models.folder import refuse_unreadable
-    from megastep.checkpoint.manifest import CheckpointError
-    from megastep.report.writing import ReportError
-    from megastep.rollout.data import DataError
-    from megastep.rollout.env import EnvError, import_from
-    from megastep.rollout.fleet import EngineError
-    from megastep.rollout.pool import RolloutFailed
-    from megastep.rollout.renderer import RenderError
-    from megastep.trainer.rundir import RunDirError, RunError
-    from megastep.samples.store import StoreError
-    from megastep.weights.mapping import ConvertError
-    from megastep.types import RolloutError, TrainingError
+    from megastep.errors import CheckpointError
+    from megastep.errors import ReportError
+    from megastep.errors import DataError
+    from megastep.rollout.env import import_from
+    from megastep.errors import EnvError
+    from megastep.errors import EngineError
+    from megastep.errors import RolloutFailed
+    from megastep.errors import RenderError
+    from megastep.errors import RunDirError, RunFailed
+    from megastep.errors import StoreError
+    from megastep.errors import WeightsError
+    from megastep.errors import RolloutError, TrainingError
 
     import_from(own_modules)
     try:
@@ -225,11 +228,11 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
     except (ConfigError, DataError) as error:
         return _refuse(error.problems)
     except (
-        CheckpointError, ConvertError, EnvError, OutputError, RenderError, ReportError, RunDirError, StoreError
+        CheckpointError, WeightsError, EnvError, OutputError, RenderError, ReportError, RunDirError, StoreError
     ) as error:
         cause = error.cause if isinstance(error, RayTaskError) else error  # a rank's own words, without its traceback
         return _refuse([str(cause)])
-    except (ClusterError, EngineError, RolloutFailed, RolloutError, RunError) as error:
+    except (ClusterError, EngineError, RolloutFailed, RolloutError, RunFailed) as error:
         return _fail(str(error))
     except OutOfMemoryError as error:
         return _fail(f"a rank of the policy was killed by Ray because memory ran out: {str(error).splitlines()[0]}")
@@ -268,7 +271,8 @@ def _fail(reason: str) -> int:
 
 
 def _view(args: argparse.Namespace) -> int:
-    from megastep.report.writing import ReportError, write_report, write_rollout_report
+    from megastep.report.writing import write_report, write_rollout_report
+    from megastep.errors import ReportError
 
     try:
         is_run = args.path.is_dir() or not args.path.exists()

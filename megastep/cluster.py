@@ -5,7 +5,7 @@
         await cluster.engines.generate(...)             # see rollout/generation.py
         updates = cluster.policy.scatter("update", micro_batches)
 
-    apart       bundles of 1 GPU for each rank, then bundles of `engine.tensor` GPUs for each engine
+    apart       bundles of 1 GPU for each rank, then bundles of `engine.tensor_parallel` GPUs for each engine
     colocated   bundles of 1 GPU for each rank; engine e lives on those of ranks e·tensor ... e·tensor + tensor - 1
 
 Without GPUs in the cluster the bundles hold CPUs, as Ray counts them. Ranks are numbered node by node and GPU by GPU,
@@ -36,23 +36,20 @@ from ray.exceptions import RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megastep.errors import CheckpointError, ClusterError, TrainingError
 from megastep import signals
 from megastep.config import GPU_BACKENDS, Config, wrong_address
 from megastep.distributed.processes import forks_end_with_us, send_output_to
-from megastep.checkpoint.manifest import CheckpointError
 from megastep.distributed.ports import free_port
 from megastep.console import waiting
 from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
-from megastep.types import TrainingError
 
 RAY_STARTS = 3
 LOOPBACK = "127.0.0.1"
 _DEATH_KNOWN_S = 30  # Ray asks a silent node five times, every three seconds, before it calls it dead
 
 
-class ClusterError(RuntimeError):
-    """The cluster cannot host the job; the message says what was asked and what is there, in one line."""
 
 
 class Cluster:
@@ -175,7 +172,7 @@ class Cluster:
             return {"CPU": cpus * processes} | ({"GPU": gpus} if self.has_gpu else {})
 
         of_ranks = [bundle(1, 1 if own_places else 2)] * ranks
-        return of_ranks + ([bundle(engine.tensor, 1)] * engine.count if own_places and self.with_engines else [])
+        return of_ranks + ([bundle(engine.tensor_parallel, 1)] * engine.num_engines if own_places and self.with_engines else [])
 
     # ------------------------------------------------------------ processes
 
@@ -214,7 +211,7 @@ class Cluster:
         if self.with_policy:
             self.policy.refuse_lost_node()  # without its ranks an engine would wait for weights that never come
         shares = self.with_policy and config.cluster.colocate
-        bundle, gpu_ids = (self.policy.share(index, config.engine.tensor) if shares else
+        bundle, gpu_ids = (self.policy.share(index, config.engine.tensor_parallel) if shares else
                            (index + (config.policy.ranks if self.with_policy else 0), None))
         setup = Setup(
             index=index,
@@ -225,7 +222,7 @@ class Cluster:
             folder=os.getcwd(),
             log=self.log,
         )
-        return self._actor(Engine, bundle, 0 if shares else config.engine.tensor, config, setup)
+        return self._actor(Engine, bundle, 0 if shares else config.engine.tensor_parallel, config, setup)
 
     def _actor(self, kind: type, bundle: int, gpus: int, *arguments):
         options = dict(
@@ -341,7 +338,7 @@ def refuse_several_machines(places: Iterable[str], nodes: list[dict]) -> None:
 
 def _hint(bundles: list[dict[str, float]]) -> str:
     gpus = any("GPU" in bundle for bundle in bundles)
-    return "lower policy.ranks, engine.count or " + ("set cluster.colocate" if gpus else "cluster.cpus_per_process")
+    return "lower policy.ranks, engine.num_engines or " + ("set cluster.colocate" if gpus else "cluster.cpus_per_process")
 
 
 def _add_up(resources: list[dict[str, float]]) -> str:
@@ -435,7 +432,7 @@ class Policy:
         """Where an engine lives on the places of ranks: a bundle, and the GPUs of as many ranks as it needs."""
         bundles = self._order[engine * tensor : (engine + 1) * tensor]
         if len({self._where[bundle][0] for bundle in bundles}) > 1:
-            raise ClusterError(f"engine.tensor = {tensor}: the GPUs of engine {engine} lie on several nodes")
+            raise ClusterError(f"engine.tensor_parallel = {tensor}: the GPUs of engine {engine} lie on several nodes")
         return bundles[0], tuple(gpu for bundle in bundles for gpu in self._where[bundle][1])
 
     def refuse_lost_node(self) -> None:

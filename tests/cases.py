@@ -12,18 +12,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megastep.errors import CheckpointError, ReplayError, TrainingError
 from megastep.config import Config, ParallelConfig
 from megastep.trainer.learner import Learner
 from megastep.checkpoint import saver
 from megastep.distributed import parallel
 from megastep.checkpoint.loop_state import LoopState
-from megastep.checkpoint.manifest import CheckpointError, hash_files
-from megastep.policy.routing_replay import ReplayError
+from megastep.checkpoint.manifest import hash_files
 from megastep.policy.worker import PolicyWorker
 from megastep.samples import lay_out
 from megastep.samples.packing import join
 from megastep.weights.hf_files import HFReader
-from megastep.types import Sample, TrainingError
+from megastep.types import Sample
 from tests import ranks
 from tests.models import some_tokens
 from tests.policy import updates as update_rollouts
@@ -47,7 +47,7 @@ def make_config(folder, layout: dict, settings: dict) -> Config:
 
 def make_worker(folder, layout: dict, settings: dict = {}) -> PolicyWorker:
     """Supervised training, unless the settings say otherwise."""
-    defaults = {"loss.kind": "nll", "optimizer.lr": 1e-3, "replay.enabled": False}
+    defaults = {"loss.type": "nll", "optimizer.lr": 1e-3, "routing_replay.enabled": False}
     config = make_config(folder, layout, {**defaults, **settings})
     parallel.start(config.policy.parallel, *ranks.current)
     return PolicyWorker(config)
@@ -228,7 +228,7 @@ def save_and_export(folder, layout: dict, root, destination) -> None:
 
 
 UPDATE = {
-    "loss.kind": "ppo_clip", "loss.old": "rollout", "loss.clip_high": 0.3, "replay.min_agreement": 0.0,
+    "loss.type": "ppo_clip", "loss.old_logprobs": "rollout", "loss.clip_high": 0.3, "routing_replay.min_agreement": 0.0,
     "optimizer.lr": update_rollouts.LR, "optimizer.eps": update_rollouts.EPS,
 }
 
@@ -247,7 +247,7 @@ def _update_from(worker, initial, samples_layout: str, budget: int | None, repla
     _start_over(worker, initial)
     groups = update_rollouts.make_groups(replay)
     p, place = worker.config.policy.parallel, parallel.place()
-    worker.config.replay.enabled = replay
+    worker.config.routing_replay.enabled = replay
     if budget is None:  # the least that holds the longest path
         longest = update_rollouts.longest_path(groups)
         budget = -(-longest // p.tensor) * p.tensor
@@ -316,7 +316,7 @@ def warm_start(folder, settings: dict, groups: list) -> dict[str, list]:
 
     def look() -> None:
         found["temperatures"].append(worker.temperature)
-        found["kinds"].append(worker.loss.kind)
+        found["kinds"].append(worker.loss.type)
 
     def on_step(loss: float) -> None:
         found["losses"].append(loss)
@@ -373,7 +373,7 @@ def by_step(batches, values) -> dict:
 
 
 def logprobs_of(folder, layout: dict, groups, replay: bool = True, temperature: float = 1.0) -> dict:
-    settings = {"loss.kind": "reinforce", "replay.enabled": replay, "rollout.temperature": temperature}
+    settings = {"loss.type": "reinforce", "routing_replay.enabled": replay, "rollout.temperature": temperature}
     worker = make_worker(folder, layout, settings)
     batches = batches_of(worker, groups)
     return by_step(batches, worker.logprobs(batches))
@@ -388,7 +388,7 @@ def old_logprobs(folder, layout: dict, groups, budget: int) -> dict:
 
 
 def reference_after_updates(folder, layout: dict, groups) -> list[dict]:
-    worker = make_worker(folder, layout, {"loss.kl": 0.1, "loss.kind": "reinforce", "optimizer.lr": 1e-2})
+    worker = make_worker(folder, layout, {"loss.kl_coef": 0.1, "loss.type": "reinforce", "optimizer.lr": 1e-2})
     batches = batches_of(worker, groups)
     before = by_step(batches, worker.logprobs(batches))
     worker.remember_reference(batches)
@@ -401,7 +401,7 @@ def reference_after_updates(folder, layout: dict, groups) -> list[dict]:
 
 
 def shifted_then_right(folder, layout: dict, shifted, groups) -> tuple:
-    worker = make_worker(folder, layout, {"loss.kind": "reinforce", "replay.enabled": True})
+    worker = make_worker(folder, layout, {"loss.type": "reinforce", "routing_replay.enabled": True})
     before = [p.detach().clone() for p in worker._parameters()]
     try:
         worker.update(batches_of(worker, shifted))
@@ -415,7 +415,7 @@ def shifted_then_right(folder, layout: dict, shifted, groups) -> tuple:
 
 
 def bad_then_good_update(folder, layout: dict, trouble: str) -> tuple:
-    worker = make_worker(folder, layout, {"loss.kind": "reinforce", "replay.enabled": False})
+    worker = make_worker(folder, layout, {"loss.type": "reinforce", "routing_replay.enabled": False})
     batches = batches_of(worker, update_rollouts.make_groups(replay=False))
     hook = None
     if trouble == "advantage":
@@ -438,7 +438,7 @@ def bad_then_good_update(folder, layout: dict, trouble: str) -> tuple:
 def router_loss_gradients(folder, layout: dict, align: int, fillers: int, settings: dict = {}) -> dict[str, np.ndarray]:
     """Of router losses alone, by HF name: from some_tokens in one micro-batch, which is the first data rank's, and
     fillers. Adam with such an eps subtracts the gradient as it is."""
-    of_routers = {"policy.router_balance": 0.3, "policy.router_z": 0.02}
+    of_routers = {"policy.moe_aux_loss_coef": 0.3, "policy.moe_z_loss_coef": 0.02}
     adam = {"optimizer.lr": 1e5, "optimizer.eps": 1e5, "optimizer.clip_grad": 0.0}
     worker = make_worker(folder, layout, {**of_routers, **adam, **settings})
     tokens = some_tokens().numpy().astype(np.int32)
@@ -454,8 +454,8 @@ def router_loss_gradients(folder, layout: dict, align: int, fillers: int, settin
 
 def empty_update(folder, layout: dict) -> dict:
     """A mini-batch that trains, one without a trained token, and one of which the first data rank has all."""
-    worker = make_worker(folder, layout, {"loss.kind": "reinforce", "loss.kl": 0.1, "optimizer.schedule": "linear",
-                                          "policy.router_z": 0.1})
+    worker = make_worker(folder, layout, {"loss.type": "reinforce", "loss.kl_coef": 0.1, "optimizer.schedule": "linear",
+                                          "policy.moe_z_loss_coef": 0.1})
     worker.begin(worker.config.optimizer, worker.config.policy_loss, optimizer_steps=4)
     align = worker.config.policy.parallel.tensor
     groups = update_rollouts.make_groups(replay=False)
@@ -481,7 +481,7 @@ def learn_with_masked(folder, masked: list[list[int]]) -> list[tuple[dict, bool]
     from megastep.trainer.learner import Learner
     from megastep.trainer.loop import sift
 
-    worker = make_worker(folder, {}, {"loss.kind": "reinforce", "filters.over_long": "mask", "rollout.prompts": 2,
+    worker = make_worker(folder, {}, {"loss.type": "reinforce", "filters.truncated": "mask", "rollout.prompts": 2,
                                       "train.mini_batch_prompts": 1})
     learner = Learner(worker.config, LocalPolicy(worker))
     found = []
@@ -521,7 +521,7 @@ def resumed_reference(folder, layout: dict, root, groups) -> tuple[dict, dict]:
     return by_step(with_head, [b.trie.loss.ref_logprob for b in with_head]), by_step(batches, worker.logprobs(batches))
 
 
-FRESH_WITH_REFERENCE = {"model.init": "random", "loss.kl": 0.1, "loss.kind": "reinforce", "optimizer.lr": 1e-2}
+FRESH_WITH_REFERENCE = {"model.init": "random", "loss.kl_coef": 0.1, "loss.type": "reinforce", "optimizer.lr": 1e-2}
 
 
 def _weights_and_adam(worker) -> tuple[list, list]:

@@ -4,7 +4,8 @@ import json
 import sys
 import time
 
-from megastep.cluster import Cluster, ClusterError
+from megastep.errors import ClusterError
+from megastep.cluster import Cluster
 from megastep.config import Config
 from tests.engines import Rollouts, export, shake
 from tests.models import some_tokens

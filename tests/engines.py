@@ -49,9 +49,9 @@ def small_cluster(folder) -> Config:
     config = Config()
     config.model.path = str(folder)
     config.policy.ranks = 2
-    config.loss.kind = "nll"
+    config.loss.type = "nll"
     config.optimizer.lr = 1e-2
-    config.engine.count = 2
+    config.engine.num_engines = 2
     config.engine.max_sequences = 32
     config.engine.health_every_s = 1.0
     config.sync.verify = True

@@ -9,7 +9,7 @@ from tests.processes import alive
 
 LOCAL = "configs/local.yaml"
 BARE = ("warm_start.trajectories=0", "policy.ranks=1", "policy.parallel.expert=1", "optimizer.warmup_steps=0")
-FEW = ("rollout.prompts=2", "rollout.samples=2", "train.mini_batch_prompts=2", "eval.prompts=1", "eval.samples=1",
+FEW = ("rollout.prompts=2", "rollout.samples_per_prompt=2", "train.mini_batch_prompts=2", "eval.prompts=1", "eval.samples_per_prompt=1",
        "checkpoint.every_steps=1")
 
 

@@ -12,7 +12,8 @@ import psutil
 import pytest
 import ray
 
-from megastep.cluster import ClusterError, node_by_node, refuse_dead_address, refuse_too_small, start_ray
+from megastep.errors import ClusterError
+from megastep.cluster import node_by_node, refuse_dead_address, refuse_too_small, start_ray
 from tests.models import some_tokens
 from tests.processes import alive, descendants, ray_folders, shared_memory_of, wait_for
 from tests.sync.test_sender import greedy_with_transformers
@@ -78,7 +79,7 @@ def test_a_cluster_that_is_too_small_is_told_at_once(models):
     assert process.returncode == 2
     (line,) = output.splitlines()
     assert line.startswith("the cluster is too small: 1 places with 1000 CPU in all are needed, 1 node(s) offer ")
-    assert line.endswith("; lower policy.ranks, engine.count or cluster.cpus_per_process")
+    assert line.endswith("; lower policy.ranks, engine.num_engines or cluster.cpus_per_process")
 
 
 def test_nothing_is_left_behind(models):

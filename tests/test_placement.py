@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megastep.errors import ClusterError
 from megastep import cluster
-from megastep.cluster import Cluster, ClusterError
+from megastep.cluster import Cluster
 from megastep.config import load
 
 CHASE = "configs/chase.yaml"
@@ -18,11 +19,11 @@ def make(monkeypatch, *given: str, gpus: int = 0, has_cuda: bool = False, **more
 
 
 def test_bundles_are_those_of_ranks_and_engines(monkeypatch):
-    """policy.ranks, engine.count, engine.tensor, cluster.cpus_per_process, cluster.colocate."""
-    given = ["policy.ranks=2", "engine.count=3", "engine.tensor=2", "cluster.cpus_per_process=0.5"]
+    """policy.ranks, engine.num_engines, engine.tensor_parallel, cluster.cpus_per_process, cluster.colocate."""
+    given = ["policy.ranks=2", "engine.num_engines=3", "engine.tensor_parallel=2", "cluster.cpus_per_process=0.5"]
     assert make(monkeypatch, *given)._bundles() == [{"CPU": 0.5}] * 5
     assert make(monkeypatch, *given, gpus=8)._bundles() == [{"CPU": 0.5, "GPU": 1}] * 2 + [{"CPU": 0.5, "GPU": 2}] * 3
-    colocated = [*given, "engine.count=1", "cluster.colocate=true"]
+    colocated = [*given, "engine.num_engines=1", "cluster.colocate=true"]
     assert make(monkeypatch, *colocated, gpus=8)._bundles() == [{"CPU": 1.0, "GPU": 1}] * 2
     assert make(monkeypatch, *given, with_engines=False)._bundles() == [{"CPU": 0.5}] * 2
     assert make(monkeypatch, *given, with_policy=False)._bundles() == [{"CPU": 0.5}] * 3

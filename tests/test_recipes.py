@@ -71,9 +71,9 @@ def test_d5_there_are_recipes_for_these_models_colocated_and_apart():
     for stem, config in found.items():
         apart = stem.endswith("-apart")
         assert config.cluster.colocate != apart
-        gpus = config.policy.ranks + (config.engine.count * config.engine.tensor if apart else 0)
+        gpus = config.policy.ranks + (config.engine.num_engines * config.engine.tensor_parallel if apart else 0)
         assert gpus == 8 * nodes[stem.removesuffix("-apart")]
-        assert config.engine.tensor <= 8 and config.policy.parallel.tensor <= 8  # inside a node
+        assert config.engine.tensor_parallel <= 8 and config.policy.parallel.tensor <= 8  # inside a node
         assert Path(config.model.path).name == stem.removesuffix("-apart")
 
 
@@ -86,7 +86,7 @@ def test_d5_a_recipe_has_its_places_on_nodes_of_8_gpus_and_96_cores(path, monkey
     config = load(path, has_cuda=True)
     bundles = Cluster(config)._bundles()
     refuse_too_small(bundles, [{"GPU": 8, "CPU": 96}] * (round(sum(bundle["GPU"] for bundle in bundles)) // 8))
-    assert config.cluster.cpus_per_process >= (5 if config.optimizer.offload_fraction else 1)
+    assert config.cluster.cpus_per_process >= (5 if config.optimizer.cpu_offload_fraction else 1)
 
 
 @pytest.mark.parametrize("path", H100, ids=lambda path: path.stem)

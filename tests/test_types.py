@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import megastep.types
-from megastep.types import Group, LossTable, RolloutError, Step, Trajectory, validate
+from megastep.errors import RolloutError
+from megastep.types import Group, LossTable, Step, Trajectory
+from megastep.samples.validation import validate
 
 
 def step(index=0, last=True, prompt=(1, 2), response=(3, 4), **change):

@@ -82,8 +82,8 @@ def environment() -> type[Slow]:
 def make_config(folder: str, ahead: float, steps: int) -> Config:
     config = load("configs/chase.yaml", [
         f"run.dir={folder}", "run.wandb=disabled", "warm_start.trajectories=0", "rollout.prompts=16",
-        "rollout.samples=4", "rollout.concurrency=32", "train.mini_batch_prompts=16", "eval.prompts=1",
-        "eval.samples=1",
+        "rollout.samples_per_prompt=4", "rollout.concurrency=32", "train.mini_batch_prompts=16", "eval.prompts=1",
+        "eval.samples_per_prompt=1",
         f"async.max_staleness={ahead}", f"train.steps={steps}", "checkpoint.every_steps=0", "run.rollouts_every=0",
     ])
     config.env.name = f"{Path(__file__).stem}:Slow"
@@ -91,7 +91,7 @@ def make_config(folder: str, ahead: float, steps: int) -> Config:
 
 
 def per_second(config: Config, seconds: list[float]) -> float:
-    return config.rollout.prompts * config.rollout.samples * len(seconds) / sum(seconds)
+    return config.rollout.prompts * config.rollout.samples_per_prompt * len(seconds) / sum(seconds)
 
 
 def whole_loop(name: str, config: Config, cluster: Cluster) -> float:

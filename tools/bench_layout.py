@@ -13,7 +13,7 @@ Random tokens, of 4, 2 and 1 prompts, so that all three have about 9,000 distinc
 256, 8 heads of 32 over 2 key heads, 8 experts top-2 of 256, vocabulary 8192. "Head on every token" is Megatron's own
 output layer and cross entropy, and the entropy as a metric, which the update reports under every set-up. Attention of
 the first three is torch's flash kernel, causal, sequence by sequence, as its SDPA runs it; the trie has the blocks of
-attention.py. policy.head_rows is large enough that no logits are computed twice. Seconds are CPU seconds of the
+attention.py. policy.logits_chunk_rows is large enough that no logits are computed twice. Seconds are CPU seconds of the
 process, one thread: packing, forward, backward and gradient sums, without the optimizer; the best of the runs, taken in
 turns. Peak memory is what an update adds to the process at its highest.
 
@@ -241,8 +241,8 @@ def make_policy(folder: Path) -> worker.PolicyWorker:
     (folder / "config.json").write_text(json.dumps(MODEL))
     config = Config()
     config.model.path, config.model.init = str(folder), "random"
-    config.loss.old, config.replay.enabled = "rollout", False
-    config.policy.head_rows = BUDGET
+    config.loss.old_logprobs, config.routing_replay.enabled = "rollout", False
+    config.policy.logits_chunk_rows = BUDGET
     return worker.PolicyWorker(config)
 
 

@@ -43,7 +43,8 @@ from megastep.config import Config, ParallelConfig
 from megastep.distributed.ports import free_port
 from megastep.rollout.generation import Sampling
 from megastep.samples import lay_out
-from megastep.types import Group, Sample, Step, Trajectory, recorded_tokens, validate
+from megastep.types import Group, Sample, Step, Trajectory
+from megastep.samples.validation import recorded_tokens, validate
 
 MODEL = dict(
     hidden_size=128, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
@@ -150,7 +151,7 @@ def _measure(worker, groups: list[Group], layout: str, replay: bool) -> tuple[np
     from megastep.distributed import parallel
 
     place, p = parallel.place(), worker.config.policy.parallel
-    worker.config.replay.enabled = replay
+    worker.config.routing_replay.enabled = replay
     samples = [Sample(step, g.id, t.index, 1.0, 1.0) for g in groups for t in g.trajectories for step in t.steps]
     batches, _ = lay_out(samples, place.data_size, budget_tokens=4096, align_tokens=p.tensor, layout=layout)
     deltas, differing, decisions = [], 0, 0

@@ -84,7 +84,7 @@ def pool(generate, turns: int, response: int) -> Pool:
 
 def make_config(folder: Path, engines: int) -> Config:
     config = Config()
-    config.model.path, config.engine.count = str(folder), engines
+    config.model.path, config.engine.num_engines = str(folder), engines
     return config
 
 
@@ -209,7 +209,7 @@ def cache_share(cluster: Cluster, block: int) -> float:
         possible += min(left.get(session, 0), length - 1) // block * block
         left[session] = length + len(made.ids) - 1
         prompt_tokens, cached = prompt_tokens + length, cached + made.cached_tokens
-    print(f"\n{TURNS} turns, {TRAJECTORIES} trajectories, {cluster.config.engine.count} engines, blocks of {block}: "
+    print(f"\n{TURNS} turns, {TRAJECTORIES} trajectories, {cluster.config.engine.num_engines} engines, blocks of {block}: "
           f"{prompt_tokens} prompt tokens, {possible} could be cached, {cached} were", flush=True)
     return cached / possible
 

@@ -33,7 +33,7 @@ def measure(config: str, steps: int, overrides: list[str]) -> list[dict[str, flo
     """Seconds of the parts of each step, and of all of it."""
     with tempfile.TemporaryDirectory() as folder:
         given = [f"run.dir={folder}", "run.name=bench", f"train.steps={steps + 1}", "run.rollouts_every=0",
-                 "warm_start.trajectories=0", "eval.prompts=1", "eval.samples=1", "optimizer.warmup_steps=0",
+                 "warm_start.trajectories=0", "eval.prompts=1", "eval.samples_per_prompt=1", "optimizer.warmup_steps=0",
                  "checkpoint.every_steps=0", *overrides]
         subprocess.run([sys.executable, "-m", "megastep", "train", config, *given], check=True)
         rows = read_metrics(Path(folder) / "bench")[1:-1]  # the last step evaluates

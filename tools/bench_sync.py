@@ -50,7 +50,7 @@ def make_config(folder: Path, overrides: list[str]) -> Config:
     shutil.copytree(source, folder, dirs_exist_ok=True)
     shape = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(shape | SHAPE))
-    small = ["rollout.prompts=8", "rollout.samples=8", "warm_start.trajectories=0", "optimizer.warmup_steps=0"]
+    small = ["rollout.prompts=8", "rollout.samples_per_prompt=8", "warm_start.trajectories=0", "optimizer.warmup_steps=0"]
     return load("configs/chase.yaml", [f"model.path={folder}", *small, *overrides])
 
 
@@ -99,7 +99,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(Path(folder), overrides)
         nbytes = model_bytes(folder)
-        print(f"{nbytes / 1e9:.2f} GB, {config.policy.ranks} rank(s), {config.engine.count} engine(s)", flush=True)
+        print(f"{nbytes / 1e9:.2f} GB, {config.policy.ranks} rank(s), {config.engine.num_engines} engine(s)", flush=True)
         with Cluster(config) as cluster:
             push, copy = push_and_copy(cluster, nbytes, args.pushes)
             share = share_of_step(config, cluster)

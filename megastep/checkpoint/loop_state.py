@@ -8,7 +8,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megastep.checkpoint.manifest import CheckpointError, read_object, refuse_other_types
+from megastep.errors import CheckpointError
+from megastep.checkpoint.manifest import read_object, refuse_other_types
 from megastep.samples import store
 from megastep.types import Group
 

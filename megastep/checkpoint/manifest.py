@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from megastep.errors import CheckpointError
 from megastep.models.architecture import Architecture
 
 MANIFEST = "megastep.json"
@@ -24,8 +25,6 @@ FORMAT = 2  # 1 had no hashes
 _IRRELEVANT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures")
 
 
-class CheckpointError(ValueError):
-    """A folder that cannot be loaded; the message names it and the reason, in one line."""
 
 
 def latest(root: str | Path) -> Path | None:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 
-from megastep.checkpoint.manifest import CheckpointError
+from megastep.errors import CheckpointError
 from megastep.checkpoint.unpickle import COMMON, CheckedReader, first_line, load_plain
 
 _BROKEN = (CheckpointingException, pickle.UnpicklingError, EOFError, KeyError, RuntimeError, ValueError)

@@ -35,10 +35,11 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megastep.errors import CheckpointError
 from megastep.distributed.processes import end_with_parent
 from megastep.distributed import parallel
 from megastep.checkpoint.loop_state import LoopState
-from megastep.checkpoint.manifest import DATA, HF, CheckpointError, data_files, describe, hash_files, read_manifest, refuse_damaged, refuse_other_model, whole_checkpoints, write_manifest
+from megastep.checkpoint.manifest import DATA, HF, data_files, describe, hash_files, read_manifest, refuse_damaged, refuse_other_model, whole_checkpoints, write_manifest
 from megastep.checkpoint.megatron_load import load_state
 from megastep.weights.hf_files import copy_companions
 

@@ -17,7 +17,8 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
-from megastep.checkpoint.manifest import DATA, CheckpointError, read_object
+from megastep.errors import CheckpointError
+from megastep.checkpoint.manifest import DATA, read_object
 
 METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of weights and of the optimizer's state

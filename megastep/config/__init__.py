@@ -24,10 +24,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megastep.errors import ArchitectureError, ConfigError, YAMLFileError
 from megastep.config import bounds, paths
 from megastep import redaction
-from megastep.models.architecture import VOCAB_MULTIPLE, Architecture, ArchitectureError, read_architecture
-from megastep.config.yaml_file import YAMLFileError, parse, read_yaml
+from megastep.models.architecture import VOCAB_MULTIPLE, Architecture, read_architecture
+from megastep.config.yaml_file import parse, read_yaml
 
 GPU_BACKENDS = ("nccl", "ipc")  # of sync.backend
 REQUIRED = "???"  # OmegaConf's mark for "must be given"
@@ -67,11 +68,11 @@ class PolicyConfig:
     # Activations that backward computes again instead of keeping: [full] for whole layers, or some of Megatron's
     # modules, such as [core_attn, moe].
     recompute: list[str] = field(default_factory=list)
-    offload_layers: int = 0  # layers whose activations wait in CPU memory (Transformer Engine)
-    head_rows: int = 1024  # tokens whose softmax is kept for backward; that of more is computed again, in chunks
+    activation_offload_layers: int = 0  # layers whose activations wait in CPU memory (Transformer Engine)
+    logits_chunk_rows: int = 1024  # tokens whose softmax is kept for backward; that of more is computed again, in chunks
     # Router losses, see README: their sum depends on which tokens share a micro-batch, so they are off by default.
-    router_balance: float = 0.0  # coefficient of the load-balancing loss
-    router_z: float = 0.0  # coefficient of the z-loss
+    moe_aux_loss_coef: float = 0.0  # coefficient of the load-balancing loss
+    moe_z_loss_coef: float = 0.0  # coefficient of the z-loss
 
 
 @dataclass
@@ -96,7 +97,7 @@ class RolloutConfig:
     mode: str = "tokens"  # tokens: append to what was sampled; chat: render history anew each turn
     template: dict[str, Any] = field(default_factory=dict)  # keywords of the chat template, such as enable_thinking
     prompts: int = 16  # per batch
-    samples: int = 8  # trajectories per prompt
+    samples_per_prompt: int = 8  # trajectories per prompt
     max_turns: int = 8  # model calls of a trajectory
     max_prompt_tokens: int | None = None  # of one model call; default: what a response leaves of the engine's context
     max_response_tokens: int = 256  # of one model call, with the end-of-turn token that a cut-off one gets appended
@@ -111,7 +112,7 @@ class RolloutConfig:
 @dataclass
 class EvalConfig:
     prompts: int = 64  # the first of the held-out rows
-    samples: int = 4  # trajectories per prompt; pass@k is reported up to this many
+    samples_per_prompt: int = 4  # trajectories per prompt; pass@k is reported up to this many
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0
@@ -119,11 +120,11 @@ class EvalConfig:
 
 @dataclass
 class EngineConfig:
-    count: int = 1
-    tensor: int = 1  # GPUs (on a CPU: processes) that share one engine's model
+    num_engines: int = 1
+    tensor_parallel: int = 1  # GPUs (on a CPU: processes) that share one engine's model
     max_model_len: int | None = None  # tokens of prompt and response; default: the model's positions
     max_sequences: int = 64  # answered at a time by one engine
-    gpu_memory: float = 0.6  # share of each GPU's memory, for weights and KV cache
+    gpu_memory_utilization: float = 0.6  # share of each GPU's memory, for weights and KV cache
     cpu_kv_gb: int = 1  # KV cache on a machine without GPU
     start_timeout_s: int = 600
     request_timeout_s: int = 600  # a call that takes longer means that its engine hangs
@@ -174,22 +175,17 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float = 1.0  # 0: no clipping
-    offload_fraction: float = 0.0  # of Adam's state and work to the CPU
+    cpu_offload_fraction: float = 0.0  # of Adam's state and work to the CPU
 
 
 @dataclass
-class SamplesConfig:
-    layout: str = "trie"  # trie: every distinct token of a prompt once; merge: linear prefixes only; flat: each step
-
-
-@dataclass
-class ReplayConfig:
+class RoutingReplayConfig:
     enabled: bool = True  # MoE layers use the experts that the rollout used
     on_conflict: str = "owner"  # steps that disagree on a shared token: owner: who sampled it; split: compute both
     min_agreement: float = 0.8  # of the live routers with the recorded experts; less is an error: routes are shifted
 
 
-# loss.kind → (clip_low, clip_high) where the config gives none; a clip_low of 1 is no lower bound.
+# loss.type → (clip_low, clip_high) where the config gives none; a clip_low of 1 is no lower bound.
 CLIP_BOUNDS = {
     "ppo_clip": (0.2, 0.2),  # Schulman et al. 2017
     "gspo": (3e-4, 4e-4),  # Zheng et al. 2025, section 5.1: ratios of whole sequences stay much nearer to 1
@@ -198,33 +194,38 @@ CLIP_BOUNDS = {
 
 
 @dataclass
-class LossConfig:
-    kind: str = "ppo_clip"  # ppo_clip | gspo | cispo | reinforce | nll
-    normalize: str = "token"  # token | step | trajectory | prompt: what counts the same
-    clip_low: float | None = None  # the ratio is at least 1 - clip_low; default: by loss.kind, see CLIP_BOUNDS
-    clip_high: float | None = None  # the ratio is at most 1 + clip_high; the same
-    dual_clip: float = 0.0  # bound of the term where the advantage is negative, such as 3; 0: none
-    old: str = "policy"  # policy: logprobs before the update, by the trainer; rollout: the engine's own
-    kl: float = 0.0  # coefficient of the KL to the reference, the initial model
-    kl_estimate: str = "k3"  # k2 | k3
-    entropy: float = 0.0  # coefficient of the entropy bonus
-    correction: str = "auto"  # of the rollout's logprobs: none | truncate | mask; auto: truncate if asynchronous
-    correction_level: str = "token"  # token | step
-    correction_low: float = 0.5  # mask: importance below it
-    correction_high: float = 2.0  # truncate, mask: importance above it
+class ImportanceSamplingConfig:
+    mode: str = "auto"  # none | truncate | mask; auto: truncate if asynchronous
+    level: str = "token"  # token | step
+    low: float = 0.5  # mask: importance below it
+    high: float = 2.0  # truncate, mask: importance above it
 
 
 @dataclass
-class CreditConfig:
+class LossConfig:
+    type: str = "ppo_clip"  # ppo_clip | gspo | cispo | reinforce | nll
+    reduction: str = "token"  # token | step | trajectory | prompt: what counts the same
+    clip_low: float | None = None  # the ratio is at least 1 - clip_low; default: by loss.type, see CLIP_BOUNDS
+    clip_high: float | None = None  # the ratio is at most 1 + clip_high; the same
+    dual_clip: float = 0.0  # bound of the term where the advantage is negative, such as 3; 0: none
+    old_logprobs: str = "policy"  # policy: logprobs before the update, by the trainer; rollout: the engine's own
+    kl_coef: float = 0.0  # coefficient of the KL to the reference, the initial model
+    kl_estimator: str = "k3"  # k2 | k3
+    entropy_coef: float = 0.0  # coefficient of the entropy bonus
+    importance_sampling: ImportanceSamplingConfig = field(default_factory=ImportanceSamplingConfig)
+
+
+@dataclass
+class AdvantageConfig:
     estimator: str = "grpo"  # grpo | grpo_nostd | rloo | maxrl, of outcomes; step_returns | gigpo, of rewards per step
-    discount: float = 1.0  # of later rewards: step_returns, gigpo
-    step_weight: float = 1.0  # gigpo: of the comparison between steps
+    gamma: float = 1.0  # of later rewards: step_returns, gigpo
+    step_coef: float = 1.0  # gigpo: of the comparison between steps
 
 
 @dataclass
 class FiltersConfig:
-    over_long: str = "keep"  # trajectories that hit a length limit: keep | mask (train nothing, still compared) | drop
-    zero_variance: bool = False  # leave out prompts from which credit.estimator learns nothing: all advantages are 0
+    truncated: str = "keep"  # trajectories that hit a length limit: keep | mask (train nothing, still compared) | drop
+    zero_variance: bool = False  # leave out prompts from which advantage.estimator learns nothing: all advantages are 0
     dynamic_sampling: bool = False  # ... and play others in their place, until rollout.prompts remain
     max_batches: int = 8  # dynamic_sampling: give up after so many batches for one step
 
@@ -233,6 +234,7 @@ class FiltersConfig:
 class TrainConfig:
     steps: int = 100  # batches of rollout.prompts prompts
     mini_batch_prompts: int | None = None  # prompts per optimizer step; default: the whole batch
+    pack_layout: str = "trie"  # trie: every distinct token of a prompt once; merge: linear prefixes only; flat: each step
     micro_batch_tokens: int = 16384  # budget of one forward pass of one rank
     eval_every: int = 0  # steps between evaluations; 0: only before the first step and after the last
     seed: int = 0
@@ -286,9 +288,8 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     asynchronous: AsyncConfig = field(default_factory=AsyncConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    samples: SamplesConfig = field(default_factory=SamplesConfig)
-    replay: ReplayConfig = field(default_factory=ReplayConfig)
-    credit: CreditConfig = field(default_factory=CreditConfig)
+    routing_replay: RoutingReplayConfig = field(default_factory=RoutingReplayConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     filters: FiltersConfig = field(default_factory=FiltersConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -310,12 +311,13 @@ class Config:
     @property
     def policy_loss(self) -> LossConfig:
         """The loss with its clip bounds and its correction decided."""
-        low, high = CLIP_BOUNDS.get(self.loss.kind, (None, None))
+        low, high = CLIP_BOUNDS.get(self.loss.type, (None, None))
         low = low if self.loss.clip_low is None else self.loss.clip_low
         high = high if self.loss.clip_high is None else self.loss.clip_high
-        stale = self.asynchronous.max_staleness > 0 and self.loss.old == "policy"
-        decided = ("truncate" if stale else "none") if self.loss.correction == "auto" else self.loss.correction
-        return replace(self.loss, clip_low=low, clip_high=high, correction=decided)
+        stale = self.asynchronous.max_staleness > 0 and self.loss.old_logprobs == "policy"
+        decided = ("truncate" if stale else "none") if self.loss.importance_sampling.mode == "auto" else self.loss.importance_sampling.mode
+        sampling = replace(self.loss.importance_sampling, mode=decided)
+        return replace(self.loss, clip_low=low, clip_high=high, importance_sampling=sampling)
 
     @property
     def mini_batch_prompts(self) -> int:
@@ -337,12 +339,6 @@ class Config:
         return self.context_tokens(arch) - self.rollout.max_response_tokens
 
 
-class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one line each."""
-
-    def __init__(self, problems: list[str]):
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 def load(path: str | Path, overrides: list[str] = (), has_cuda: bool | None = None) -> Config:
@@ -575,8 +571,8 @@ def _unknown(key: str) -> str | None:
         return f"{key}: is a section; give one of its keys: " + ", ".join(k for k in known if k.startswith(f"{key}."))
     key = shown(key)
     leaves = [k for k, t in known.items() if not is_dataclass(t)]
-    # The nearest key by spelling, else one of that name in another section.
-    near = difflib.get_close_matches(key, leaves, n=1, cutoff=0.6) or [
+    # A key that this one begins, else the nearest by spelling, else one of that name in another section.
+    near = [k for k in leaves if k.startswith(key)] or difflib.get_close_matches(key, leaves, n=1, cutoff=0.6) or [
         k for k in leaves if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]
     ]
     hint = f"did you mean {near[0]}?" if near else "known sections: " + ", ".join(f.name for f in fields(Config))
@@ -653,26 +649,26 @@ _CHOICES = {
     "policy.precision": ("fp32", "bf16"),
     "sync.backend": ("auto", "shm", "nccl", "ipc"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
-    "samples.layout": ("trie", "merge", "flat"),
-    "replay.on_conflict": ("owner", "split"),
-    "loss.kind": ("ppo_clip", "gspo", "cispo", "reinforce", "nll"),
-    "loss.normalize": ("token", "step", "trajectory", "prompt"),
-    "loss.old": ("policy", "rollout"),
-    "loss.kl_estimate": ("k2", "k3"),
-    "loss.correction": ("auto", "none", "truncate", "mask"),
+    "train.pack_layout": ("trie", "merge", "flat"),
+    "routing_replay.on_conflict": ("owner", "split"),
+    "loss.type": ("ppo_clip", "gspo", "cispo", "reinforce", "nll"),
+    "loss.reduction": ("token", "step", "trajectory", "prompt"),
+    "loss.old_logprobs": ("policy", "rollout"),
+    "loss.kl_estimator": ("k2", "k3"),
+    "loss.importance_sampling.mode": ("auto", "none", "truncate", "mask"),
     "asynchronous.on_stale": ("wait", "drop"),
-    "loss.correction_level": ("token", "step"),
+    "loss.importance_sampling.level": ("token", "step"),
     "run.wandb": ("online", "offline", "disabled"),
 }
 _AT_LEAST_ONE = (
     "policy.ranks", "policy.parallel.tensor", "policy.parallel.pipeline", "policy.parallel.virtual",
     "policy.parallel.expert", "policy.parallel.context",
-    "engine.count", "engine.tensor", "engine.max_sequences", "engine.cpu_kv_gb", "sync.bucket_mb",
-    "policy.head_rows", "train.steps", "train.micro_batch_tokens", "checkpoint.keep", "filters.max_batches",
+    "engine.num_engines", "engine.tensor_parallel", "engine.max_sequences", "engine.cpu_kv_gb", "sync.bucket_mb",
+    "policy.logits_chunk_rows", "train.steps", "train.micro_batch_tokens", "checkpoint.keep", "filters.max_batches",
     "warm_start.epochs", "warm_start.batch",
-    "data.generated_rows", "rollout.prompts", "rollout.samples", "rollout.max_turns", "rollout.concurrency",
+    "data.generated_rows", "rollout.prompts", "rollout.samples_per_prompt", "rollout.max_turns", "rollout.concurrency",
     "rollout.max_observation_chars",
-    "eval.prompts", "eval.samples",
+    "eval.prompts", "eval.samples_per_prompt",
 )
 _ABOVE_ZERO = (
     "engine.start_timeout_s", "engine.request_timeout_s", "engine.health_every_s", "engine.health_timeout_s",
@@ -680,14 +676,14 @@ _ABOVE_ZERO = (
 )
 _NOT_NEGATIVE = (
     "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_grad",
-    "policy.offload_layers", "policy.router_balance", "policy.router_z",
-    "loss.dual_clip", "loss.kl", "loss.entropy", "loss.correction_low", "checkpoint.every_steps", "train.seed",
+    "policy.activation_offload_layers", "policy.moe_aux_loss_coef", "policy.moe_z_loss_coef",
+    "loss.dual_clip", "loss.kl_coef", "loss.entropy_coef", "loss.importance_sampling.low", "checkpoint.every_steps", "train.seed",
     "train.eval_every", "run.rollouts_every", "run.report_prompts", "warm_start.trajectories", "warm_start.lr",
-    "credit.step_weight",
+    "advantage.step_coef",
     "engine.restarts", "asynchronous.max_staleness", "data.held_out", "rollout.temperature", "rollout.top_k",
     "eval.temperature", "eval.top_k",
 )
-_FRACTIONS = ("optimizer.offload_fraction", "replay.min_agreement", "credit.discount")
+_FRACTIONS = ("optimizer.cpu_offload_fraction", "routing_replay.min_agreement", "advantage.gamma")
 _RAY_STORE_MB = 75
 _LEAST_TEMPERATURE = 0.01
 _MAX_TEXT = 4096  # characters: a path may be as long
@@ -819,22 +815,22 @@ def _check_recomputation(policy: PolicyConfig, problems: _Problems) -> None:
     for module in {"moe_act", "layernorm"} & set(recompute):
         problems.need_cuda("policy.recompute", recompute,
                            f"{module} needs Transformer Engine's layers, and there is no GPU here")
-    if policy.offload_layers:
-        problems.need_cuda("policy.offload_layers", policy.offload_layers,
+    if policy.activation_offload_layers:
+        problems.need_cuda("policy.activation_offload_layers", policy.activation_offload_layers,
                            "needs Transformer Engine, and there is no GPU here; must be 0")
-    problems.check(policy.offload_layers == 0 or not recompute, "policy.offload_layers", policy.offload_layers,
+    problems.check(policy.activation_offload_layers == 0 or not recompute, "policy.activation_offload_layers", policy.activation_offload_layers,
                    "cannot go with policy.recompute; choose one")
-    problems.check(policy.offload_layers == 0 or policy.parallel.pipeline == 1, "policy.offload_layers",
-                   policy.offload_layers, "Megatron offloads activations without pipeline parallelism only")
+    problems.check(policy.activation_offload_layers == 0 or policy.parallel.pipeline == 1, "policy.activation_offload_layers",
+                   policy.activation_offload_layers, "Megatron offloads activations without pipeline parallelism only")
 
 
 def _check_offloading(config: Config, problems: _Problems) -> None:
-    fraction = config.optimizer.offload_fraction
+    fraction = config.optimizer.cpu_offload_fraction
     if fraction == 0:
         return
-    problems.need_cuda("optimizer.offload_fraction", fraction, "there is no GPU here to take it from; must be 0")
+    problems.need_cuda("optimizer.cpu_offload_fraction", fraction, "there is no GPU here to take it from; must be 0")
     # Megatron-Core 0.16's hybrid optimizer looks for fp32 copies of fp32 weights when it loads, and there are none.
-    problems.check(config.policy.precision == "bf16", "optimizer.offload_fraction", fraction,
+    problems.check(config.policy.precision == "bf16", "optimizer.cpu_offload_fraction", fraction,
                    "Megatron could not load its checkpoints; needs policy.precision=bf16")
 
 
@@ -846,26 +842,26 @@ def _check_loss(loss: LossConfig, problems: _Problems) -> None:
         problems.check(loss.clip_high >= 0, "loss.clip_high", loss.clip_high, "must not be negative")
     problems.check(loss.dual_clip == 0 or loss.dual_clip > 1, "loss.dual_clip", loss.dual_clip,
                    "must be more than 1, or 0 for none")
-    problems.check(not loss.correction_low >= loss.correction_high, "loss.correction_low", loss.correction_low,
-                   f"must be less than loss.correction_high = {loss.correction_high}")
-    problems.check(loss.correction in ("auto", "none") or loss.old == "policy", "loss.correction", loss.correction,
-                   "compares with the trainer's own logprobs; needs loss.old = policy")
+    problems.check(not loss.importance_sampling.low >= loss.importance_sampling.high, "loss.importance_sampling.low", loss.importance_sampling.low,
+                   f"must be less than loss.importance_sampling.high = {loss.importance_sampling.high}")
+    problems.check(loss.importance_sampling.mode in ("auto", "none") or loss.old_logprobs == "policy", "loss.importance_sampling.mode", loss.importance_sampling.mode,
+                   "compares with the trainer's own logprobs; needs loss.old_logprobs = policy")
 
 
 def training_warnings(config: Config) -> list[str]:
     """What training accepts and is rarely meant, one line each."""
     found, loss = [], config.loss
-    if loss.kind == "gspo" and loss.normalize == "token":
+    if loss.type == "gspo" and loss.reduction == "token":
         found.append(
-            "loss.normalize = token: loss.kind = gspo has one ratio per model call, and weighs calls by their length "
-            "so; the objective of the paper weighs them alike: loss.normalize = step"
+            "loss.reduction = token: loss.type = gspo has one ratio per model call, and weighs calls by their length "
+            "so; the objective of the paper weighs them alike: loss.reduction = step"
         )
     mini, batch = config.mini_batch_prompts, config.rollout.prompts
-    if loss.kind == "reinforce" and mini < batch:
+    if loss.type == "reinforce" and mini < batch:
         found.append(
-            f"train.mini_batch_prompts = {mini}: loss.kind = reinforce has no ratio, so mini-batches after the first "
+            f"train.mini_batch_prompts = {mini}: loss.type = reinforce has no ratio, so mini-batches after the first "
             f"train on samples of an older policy uncorrected; use train.mini_batch_prompts = {batch}, or "
-            "loss.kind = ppo_clip"
+            "loss.type = ppo_clip"
         )
     return found
 
@@ -892,7 +888,7 @@ def _check_model(config: Config, arch: Architecture, problems: _Problems) -> Non
         problems.check(arch.layers % stages == 0, "policy.parallel.pipeline", p.pipeline,
                        f"pipeline × virtual = {stages} does not divide the model's {arch.layers} layers; "
                        "choose another or give policy.parallel.layers_per_stage")
-    problems.check(config.policy.offload_layers < arch.layers, "policy.offload_layers", config.policy.offload_layers,
+    problems.check(config.policy.activation_offload_layers < arch.layers, "policy.activation_offload_layers", config.policy.activation_offload_layers,
                    f"must be less than the model's {arch.layers} layers")
     _check_context(config, arch, problems)
 
@@ -915,19 +911,19 @@ def _check_engine(engine: EngineConfig, arch: Architecture, problems: _Problems)
     if engine.max_model_len is not None:
         problems.check(2 <= engine.max_model_len <= arch.max_positions, "engine.max_model_len", engine.max_model_len,
                        f"must be from 2 to the model's {arch.max_positions} positions")
-    if engine.tensor >= 1:
-        problems.check(arch.heads % engine.tensor == 0, "engine.tensor", engine.tensor,
+    if engine.tensor_parallel >= 1:
+        problems.check(arch.heads % engine.tensor_parallel == 0, "engine.tensor_parallel", engine.tensor_parallel,
                        f"does not divide the model's {arch.heads} attention heads; {_divisors(arch.heads)} would")
-    problems.check(0 < engine.gpu_memory < 1, "engine.gpu_memory", engine.gpu_memory, "must lie between 0 and 1")
+    problems.check(0 < engine.gpu_memory_utilization < 1, "engine.gpu_memory_utilization", engine.gpu_memory_utilization, "must lie between 0 and 1")
 
 
 def _check_placement(config: Config, problems: _Problems) -> None:
     ahead = config.asynchronous.max_staleness
     problems.check(ahead <= 0 or 1 <= ahead * config.rollout.prompts < math.inf, "asynchronous.max_staleness", ahead,
                    f"must be 0, or enough for one of the {config.rollout.prompts} prompts of a batch")
-    uncorrected = config.loss.kind == "reinforce" and config.loss.old == "rollout"
+    uncorrected = config.loss.type == "reinforce" and config.loss.old_logprobs == "rollout"
     problems.check(ahead == 0 or not uncorrected, "asynchronous.max_staleness", ahead,
-                   "loss.kind = reinforce has no ratio that would correct for older policies; needs loss.old = policy")
+                   "loss.type = reinforce has no ratio that would correct for older policies; needs loss.old_logprobs = policy")
     problems.check(ahead == 0 or not config.cluster.colocate, "asynchronous.max_staleness", ahead,
                    "engines that share their GPUs with the policy cannot work while it does; needs "
                    "cluster.colocate=false")
@@ -937,8 +933,8 @@ def _check_placement(config: Config, problems: _Problems) -> None:
         return
     problems.check(config.sync.backend != "nccl", "sync.backend", config.sync.backend,
                    "needs a GPU on each side; with cluster.colocate=true use ipc")
-    needed = config.engine.count * config.engine.tensor
-    problems.check(needed <= config.policy.ranks, "engine.count", config.engine.count,
+    needed = config.engine.num_engines * config.engine.tensor_parallel
+    problems.check(needed <= config.policy.ranks, "engine.num_engines", config.engine.num_engines,
                    f"engines need count × tensor = {needed} places, cluster.colocate=true offers them the "
                    f"{config.policy.ranks} of the policy's ranks")
 
@@ -974,8 +970,8 @@ def _check_layout(config: Config, problems: _Problems) -> None:
     problems.check(p.virtual == 1 or p.pipeline > 1, "policy.parallel.virtual", p.virtual,
                    "needs policy.parallel.pipeline > 1")
     if p.context > 1:
-        problems.check(config.samples.layout != "trie", "policy.parallel.context", p.context,
-                       "needs sequences that do not branch: samples.layout = merge or flat")
+        problems.check(config.train.pack_layout != "trie", "policy.parallel.context", p.context,
+                       "needs sequences that do not branch: train.pack_layout = merge or flat")
         problems.need_cuda("policy.parallel.context", p.context,
                            "needs Transformer Engine's attention, and there is no GPU here; must be 1")
 

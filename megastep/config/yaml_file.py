@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from megastep.errors import YAMLFileError
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
@@ -19,8 +20,6 @@ _MAX_REASON = 300  # characters of PyYAML's explanation
 _FAILURES = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
-class YAMLFileError(ValueError):
-    """Why a text is not usable, in one line."""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

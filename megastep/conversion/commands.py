@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         _convert(args)
-    except ValueError as error:  # ArchitectureError, ConvertError, CheckpointError: each one line
+    except ValueError as error:  # ArchitectureError, WeightsError, CheckpointError: each one line
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -20,14 +20,13 @@ from pathlib import Path
 import bm25s
 from aiohttp import web
 
+from megastep.errors import CorpusError
 from megastep.rollout.data import json_lines
 from megastep.rollout.env import one_line
 
 DEFAULT_PASSAGES = 3
 
 
-class CorpusError(ValueError):
-    """A corpus that cannot be used; one line."""
 
 
 class Corpus:

@@ -23,8 +23,9 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from megastep.errors import EnvError
 from megastep.envs.tags import after_thinking, shortened, tagged
-from megastep.rollout.env import Env, EnvError, Outcome
+from megastep.rollout.env import Env, Outcome
 
 INSTRUCTIONS = """\
 Answer the question. To look something up, write <search>what to look for</search>; you will see what was found. When \

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megastep.rollout.env import Env, EnvError, Outcome, in_thread, plain
+from megastep.errors import EnvError
+from megastep.rollout.env import Env, Outcome, in_thread, plain
 
 
 class SkyRL(Env):

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from megastep.errors import EnvError
 from megastep.envs.sql_pool import QueryError, Rows, run_query
 from megastep.envs.tags import after_thinking, shortened, tagged
-from megastep.rollout.env import Env, EnvError, Outcome, in_thread
+from megastep.rollout.env import Env, Outcome, in_thread
 
 INSTRUCTIONS = """\
 Answer the question with SQL for SQLite. To look at the data, write a query as <sql>SELECT ...</sql>; you will see its \

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megastep.errors import EnvError
 from megastep.envs import sql_worker
-from megastep.rollout.env import EnvError
 
 MOST = max(4, min(16, 2 * (os.cpu_count() or 1)))
 _MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

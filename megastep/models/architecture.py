@@ -19,6 +19,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from megastep.errors import ArchitectureError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -45,8 +46,6 @@ MAX_EXPERTS = 4096
 MAX_ALL_EXPERTS = 1 << 16
 
 
-class ArchitectureError(ValueError):
-    """The model folder or its config.json cannot be used; the message says why, in one line."""
 
 
 @dataclass(frozen=True)

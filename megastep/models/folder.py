@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from megastep.config import Config, ConfigError
+from megastep.errors import ConfigError
+from megastep.config import Config
 
 
 def refuse_unreadable(config: Config) -> None:

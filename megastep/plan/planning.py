@@ -107,13 +107,13 @@ class Plan:
         if not engine.holds_a_call:
             found.append((engine.context * engine.kv_per_token - engine.kv_room,
                           f"engine: keys and values of one call of {engine.context} tokens have no room; raise "
-                          "engine.gpu_memory or engine.tensor"))
+                          "engine.gpu_memory_utilization or engine.tensor_parallel"))
         return [f"{why}, {gib(over)} GiB too much" for over, why in sorted(found, reverse=True) if over > 0]
 
     def _in_rollout(self, stage: Stage) -> str:
         what = "the weights and the optimizer's part on the GPU" if stage.resting else "the weights"
-        share = self.config.engine.gpu_memory
-        return f"rollout on stage {stage.number + 1}: engine.gpu_memory = {share} leaves no room for {what}"
+        share = self.config.engine.gpu_memory_utilization
+        return f"rollout on stage {stage.number + 1}: engine.gpu_memory_utilization = {share} leaves no room for {what}"
 
     def _in_training(self, stage: Stage) -> str:
         share = stage.share
@@ -150,13 +150,13 @@ class Plan:
 
     @property
     def batch_tokens(self) -> int:
-        return self.config.rollout.prompts * self.config.rollout.samples * self.trajectory_tokens
+        return self.config.rollout.prompts * self.config.rollout.samples_per_prompt * self.trajectory_tokens
 
     @property
     def route_bytes(self) -> int:
         """Of the experts that a batch has used."""
         experts = self.arch.experts
-        if experts is None or not self.config.replay.enabled:
+        if experts is None or not self.config.routing_replay.enabled:
             return 0
         return self.batch_tokens * sum(experts.layers) * experts.top_k * (1 if experts.count <= 256 else 2)
 
@@ -185,7 +185,7 @@ def parameters(arch: Architecture) -> int:
 def micro_batches_per_rank(config: Config, trajectory_tokens: int) -> int:
     """Per rank. A prompt's trajectories are cut into runs that fit a micro-batch, and what is left over of prompts is
     put together (samples/packing.py). One that is longer than the budget is cut too: it has several calls."""
-    p, prompts, samples = config.policy.parallel, config.mini_batch_prompts, config.rollout.samples
+    p, prompts, samples = config.policy.parallel, config.mini_batch_prompts, config.rollout.samples_per_prompt
     together = config.budget_tokens // trajectory_tokens  # trajectories of a micro-batch
     if together == 0:
         count = -(-prompts * samples * trajectory_tokens // config.budget_tokens)
@@ -207,10 +207,10 @@ def stage_memory(config: Config, arch: Architecture, number: int, share: Share, 
               for first, count in zip(share.first_layer, share.layers) for i in range(count)]
     flight = in_flight(policy.parallel.pipeline, policy.parallel.virtual, number, micro_batches)
     of_layers = [layer.kept(policy.recompute) * tokens * flight for layer in layers]
-    stay = len(layers) - policy.offload_layers
+    stay = len(layers) - policy.activation_offload_layers
     in_layer = max(layer.again(policy.recompute) + layer.gradients for layer in layers) * tokens + share.largest_weight
     one_layer = max(sum(layer.parts.values()) for layer in layers) * tokens
-    fraction, has_reference = config.optimizer.offload_fraction, config.loss.kl > 0
+    fraction, has_reference = config.optimizer.cpu_offload_fraction, config.loss.kl_coef > 0
     return Stage(
         number=number,
         share=share,
@@ -219,7 +219,7 @@ def stage_memory(config: Config, arch: Architecture, number: int, share: Share, 
         kept=int(sum(of_layers[:stay])),
         in_flight=flight,
         in_layer=int(in_layer),
-        in_head=head(arch, policy.parallel, tokens, policy.head_rows, size) if share.has_head else 0,
+        in_head=head(arch, policy.parallel, tokens, policy.logits_chunk_rows, size) if share.has_head else 0,
         reference=int(share.weights + one_layer) if has_reference else 0,
         host=int(_optimizer_on_host(config, share) + sum(of_layers[stay:]) + share.weights * has_reference),
     )
@@ -229,8 +229,8 @@ def _optimizer_on_host(config: Config, share: Share) -> float:
     """Bytes in CPU memory: what waits there while a colocated engine works, or the part that lives there. Beside its
     weights and moments, 12 bytes, that part has its gradients there, at the least another 4: torch rounds pinned
     memory up to powers of two."""
-    if config.optimizer.offload_fraction > 0:
-        return share.owned * 16 * config.optimizer.offload_fraction
+    if config.optimizer.cpu_offload_fraction > 0:
+        return share.owned * 16 * config.optimizer.cpu_offload_fraction
     return share.optimizer if config.cluster.colocate else 0
 
 
@@ -245,9 +245,9 @@ def in_flight(pipeline: int, virtual: int, stage: int, micro_batches: int) -> fl
 
 def engine_share(config: Config, gpu_gib: float) -> EngineShare:
     arch = read_architecture(config.model.path)
-    size, tensor = PRECISIONS[config.policy.precision].itemsize, config.engine.tensor
+    size, tensor = PRECISIONS[config.policy.precision].itemsize, config.engine.tensor_parallel
     weights = parameters(arch) * size // tensor
-    budget = int(config.engine.gpu_memory * gpu_gib * GIB)
+    budget = int(config.engine.gpu_memory_utilization * gpu_gib * GIB)
     kv_heads = max(arch.kv_heads // tensor, 1)
     return EngineShare(
         budget=budget,

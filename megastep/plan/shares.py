@@ -60,7 +60,7 @@ def _share(config: Config, arch: Architecture, rank: int, world: int) -> Share:
     with parallel.imagined(layout, rank, world):
         with torch.device("meta"):
             # Neither recomputing nor offloading activations changes what is held, and both may ask for a GPU.
-            chunks = build_model(arch, replace(config.policy, recompute=[], offload_layers=0))
+            chunks = build_model(arch, replace(config.policy, recompute=[], activation_offload_layers=0))
         chunk_params = [list(_params(chunk)) for chunk in chunks]
         virtual = range(layout.virtual)
         has_embedding, has_head = (any(map(has, virtual)) for has in (parallel.has_embedding, parallel.has_head))

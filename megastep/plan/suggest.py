@@ -46,13 +46,13 @@ def suggest(config: Config, gpu_gib: float, trajectory_tokens: int | None) -> tu
 def _engines(config: Config, gpu_gib: float) -> list[tuple[float, Change]]:
     """Engines on as many GPUs as now that have room for a call: for each share of a GPU the nearest."""
     engine = config.engine
-    gpus = engine.count * engine.tensor
+    gpus = engine.num_engines * engine.tensor_parallel
     found: dict[float, tuple[float, Change]] = {}
-    for share, tensor in product({engine.gpu_memory, 0.5, 0.7, 0.8, 0.9}, sorted({*IN_A_NODE, engine.tensor})):
+    for share, tensor in product({engine.gpu_memory_utilization, 0.5, 0.7, 0.8, 0.9}, sorted({*IN_A_NODE, engine.tensor_parallel})):
         if gpus % tensor:
             continue
-        change = _differing(config, {"engine.tensor": tensor, "engine.count": gpus // tensor,
-                                     "engine.gpu_memory": share})
+        change = _differing(config, {"engine.tensor_parallel": tensor, "engine.num_engines": gpus // tensor,
+                                     "engine.gpu_memory_utilization": share})
         changed, cost = _with(config, change), _cost(config, change)
         beside = RESERVE_GIB if config.cluster.colocate else 0.0
         if share * gpu_gib + beside > gpu_gib or validate(changed, has_cuda=True):
@@ -66,7 +66,7 @@ def _least(config: Config, arch: Architecture) -> float:
     """GiB that the fullest stage cannot be below: weights and gradients split by all that can split them, the optimizer
     by all ranks, and the reserve. The exact shares of a layout take a second to find out."""
     p, size = config.policy.parallel, PRECISIONS[config.policy.precision].itemsize
-    state = (12 if size == 2 else 8) * (1 - config.optimizer.offload_fraction)
+    state = (12 if size == 2 else 8) * (1 - config.optimizer.cpu_offload_fraction)
     each = (size + 4) / (p.tensor * p.pipeline * p.expert) + state / config.policy.ranks
     return parameters(arch) * each / GIB + RESERVE_GIB
 
@@ -76,7 +76,7 @@ def _of_policy(config: Config, arch: Architecture) -> Iterator[Change]:
     p = config.policy.parallel
     budgets = [config.train.micro_batch_tokens // n for n in (1, 2, 4)]
     recompute = [config.policy.recompute] + [["full"]] * (config.policy.recompute != ["full"])
-    offload = {config.optimizer.offload_fraction, 1.0}
+    offload = {config.optimizer.cpu_offload_fraction, 1.0}
     tensors, pipelines = sorted({*IN_A_NODE, p.tensor}), sorted({*SIZES[:5], p.pipeline})
     experts = sorted({*SIZES, p.expert}) if arch.experts else [1]
     for times, tensor, pipeline, expert in product((1, 2, 4), tensors, pipelines, experts):
@@ -86,7 +86,7 @@ def _of_policy(config: Config, arch: Architecture) -> Iterator[Change]:
         layout = _layout(config, arch, ranks, tensor, pipeline, expert)
         for budget, again, fraction in product(budgets, recompute, offload):
             yield _differing(config, layout | {
-                "train.micro_batch_tokens": budget, "policy.recompute": again, "optimizer.offload_fraction": fraction,
+                "train.micro_batch_tokens": budget, "policy.recompute": again, "optimizer.cpu_offload_fraction": fraction,
             })
 
 
@@ -115,14 +115,14 @@ def _cost(config: Config, change: Change) -> float:
     """Doublings of the layout, and what the others cost in speed."""
     cost = 0.0
     for key, value in change.items():
-        if key in ("policy.parallel.tensor", "policy.parallel.pipeline", "policy.parallel.expert", "engine.tensor"):
+        if key in ("policy.parallel.tensor", "policy.parallel.pipeline", "policy.parallel.expert", "engine.tensor_parallel"):
             cost += abs(math.log2(value / value_of(config, key)))
         elif key == "train.micro_batch_tokens":
             cost += 0.7 * math.log2(value_of(config, key) / value)
         elif key == "policy.ranks":
             cost += 5 * math.log2(value / value_of(config, key))
         else:
-            cost += {"policy.recompute": 1.0, "optimizer.offload_fraction": 2.5, "engine.gpu_memory": 0.5}.get(key, 0.0)
+            cost += {"policy.recompute": 1.0, "optimizer.cpu_offload_fraction": 2.5, "engine.gpu_memory_utilization": 0.5}.get(key, 0.0)
     return cost
 
 

@@ -10,7 +10,7 @@ def text(plan: Plan) -> str:
 def _heading(plan: Plan) -> list[str]:
     config, arch = plan.config, plan.arch
     p, policy, engine = config.policy.parallel, config.policy, config.engine
-    own = 0 if config.cluster.colocate else engine.count * engine.tensor
+    own = 0 if config.cluster.colocate else engine.num_engines * engine.tensor_parallel
     where = "the same GPUs" if config.cluster.colocate else f"{own} other GPUs"
     split = [f"{name} {size}" for name, size in (("tensor", p.tensor), ("pipeline", p.pipeline), ("expert", p.expert),
              ("context", p.context)) if size > 1] or ["no model parallelism"]
@@ -19,7 +19,7 @@ def _heading(plan: Plan) -> list[str]:
         f"{config.model.path}: {arch.family}, {arch.layers} layers, {plan.parameters / 1e9:.1f}e9 parameters, "
         f"{policy.precision}",
         f"policy on {policy.ranks} GPUs of {gib(plan.gpu)} GiB ({', '.join(split)}, data {config.data_ranks}), "
-        f"{engine.count} engines × {engine.tensor} on {where}",
+        f"{engine.num_engines} engines × {engine.tensor_parallel} on {where}",
         f"micro-batches of {config.train.micro_batch_tokens} tokens, {again}",
     ]
 
@@ -71,7 +71,7 @@ def _engine(plan: Plan) -> list[str]:
     engine = plan.engine
     calls = engine.kv_tokens / engine.context
     return [
-        f"engine, GiB per GPU: {gib(engine.budget)} (engine.gpu_memory = {plan.config.engine.gpu_memory}), weights "
+        f"engine, GiB per GPU: {gib(engine.budget)} (engine.gpu_memory_utilization = {plan.config.engine.gpu_memory_utilization}), weights "
         f"{gib(engine.weights)}, work {ENGINE_WORK_GIB:g}, keys and values {gib(max(engine.kv_room, 0))}: "
         f"{engine.kv_tokens} tokens, {calls:.1f} calls of {engine.context}"
     ]
@@ -81,7 +81,7 @@ def _batch(plan: Plan) -> list[str]:
     rollout = plan.config.rollout
     lines = [
         f"a batch, if a trajectory has {plan.trajectory_tokens} tokens and shares none: {rollout.prompts} prompts × "
-        f"{rollout.samples} trajectories = {plan.batch_tokens / 1e6:.1f}e6 tokens",
+        f"{rollout.samples_per_prompt} trajectories = {plan.batch_tokens / 1e6:.1f}e6 tokens",
         f"an update of it: {plan.micro_batches} micro-batches per rank, pipeline bubble {plan.bubble:.0%}",
         f"a push of weights: {gib(plan.sync_bytes)} GiB into each engine",
     ]

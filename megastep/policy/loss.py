@@ -18,10 +18,10 @@ is clipped. A token at the bound has no gradient of the KL; `train/kl_clamped_fr
 Correction. The engine that sampled and the trainer compute slightly (bf16, stale weights: not so slightly) different
 logprobs. importance = exp(old - rollout) of a token, or its product over the step, is a constant factor of the term:
 
-    truncate    min(importance, correction_high)                      (Yao et al. 2025)
-    mask        the term counts where correction_low <= importance <= correction_high, unchanged, and else not at all
+    truncate    min(importance, high)                      (Yao et al. 2025)
+    mask        the term counts where low <= importance <= high, unchanged, and else not at all
 
-`old` is computed before the first optimizer step of a batch. With one mini-batch per batch it equals x; `loss.old:
+`old` is computed before the first optimizer step of a batch. With one mini-batch per batch it equals x; `loss.old_logprobs:
 rollout` takes the engine's logprobs instead and saves that pass.
 """
 
@@ -82,26 +82,26 @@ def policy_loss(config: LossConfig, logprob: Tensor, entropy: Tensor, rows: Rows
     now = logprob.detach()
     recorded = ~rows.rollout.isnan()
     old = now if rows.old is None else rows.old
-    if config.old == "rollout":
+    if config.old_logprobs == "rollout":
         old = rows.rollout
     # Bounded: exp of a far-off row would be inf, and its gradient, though clipped or of weight 0, NaN.
     log_ratio = torch.where(rows.weight == 0, 0.0, logprob - old).clamp(-FAR, FAR)
-    if config.kind == "gspo":
+    if config.type == "gspo":
         log_ratio = _step_mean(log_ratio.detach(), rows) + logprob - now  # the gradient stays with each token
     ratio = log_ratio.exp()
-    term, clipped = TERMS[config.kind](config, ratio, rows.advantage, logprob)
-    importance, kept = _correction(config, torch.where(recorded, old - rows.rollout, 0.0), rows)
+    term, clipped = TERMS[config.type](config, ratio, rows.advantage, logprob)
+    importance, kept = _importance_weight(config, torch.where(recorded, old - rows.rollout, 0.0), rows)
     term = torch.where(importance == 0, 0.0, term * importance)  # masked rows are out, whatever they are
     kl, kl_clamped = torch.zeros_like(now), torch.zeros_like(rows.real)
-    if config.kl > 0:
+    if config.kl_coef > 0:
         kl, kl_clamped = _kl(config, logprob, rows)
-        term = term + config.kl * kl
-    if config.entropy > 0:
-        term = term - config.entropy * entropy
+        term = term + config.kl_coef * kl
+    if config.entropy_coef > 0:
+        term = term - config.entropy_coef * entropy
     # A row of weight 0 adds nothing, whatever its term is.
     loss = torch.where(rows.weight == 0, 0.0, term * rows.weight).sum()
     with torch.no_grad():
-        trained_as = now if config.old == "rollout" else old  # what the trainer makes of the rollout's tokens
+        trained_as = now if config.old_logprobs == "rollout" else old  # what the trainer makes of the rollout's tokens
         gap = torch.where(rows.real & recorded, trained_as - rows.rollout, 0.0)
         account = _account(loss, term, entropy, ratio, clipped, kl, kl_clamped, importance, kept, rows.real & recorded,
                            gap, rows)
@@ -149,7 +149,7 @@ KL_ESTIMATES: dict[str, Callable] = {"k2": lambda d: d.square() / 2, "k3": lambd
 def _kl(config: LossConfig, logprob: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """The estimate of each token's KL, and which tokens are at its bound, where it has no gradient."""
     # Bounded before exp too: the gradient of an infinite estimate would be 0 × inf.
-    estimate = KL_ESTIMATES[config.kl_estimate]((rows.reference - logprob).clamp(-FAR, FAR))
+    estimate = KL_ESTIMATES[config.kl_estimator]((rows.reference - logprob).clamp(-FAR, FAR))
     return estimate.clamp(max=KL_MAX), estimate.detach() > KL_MAX
 
 
@@ -162,18 +162,18 @@ def _step_sum(values: Tensor, rows: Rows) -> Tensor:
     return values.new_zeros(rows.steps).index_add_(0, rows.step, values)
 
 
-def _correction(config: LossConfig, log_importance: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+def _importance_weight(config: LossConfig, log_importance: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     """The constant factor of each term, and which terms it leaves as they are."""
     everywhere = torch.ones_like(rows.real)
-    assert config.correction != "auto", "Config.policy_loss decides what it means"
-    if config.correction == "none":
+    assert config.importance_sampling.mode != "auto", "Config.policy_loss decides what it means"
+    if config.importance_sampling.mode == "none":
         return torch.ones_like(log_importance), everywhere
-    if config.correction_level == "step":
+    if config.importance_sampling.level == "step":
         log_importance = _step_sum(log_importance, rows)[rows.step]
     importance = log_importance.clamp(-FAR, FAR).exp()
-    if config.correction == "truncate":
-        return importance.clamp(max=config.correction_high), importance <= config.correction_high
-    kept = (importance >= config.correction_low) & (importance <= config.correction_high)
+    if config.importance_sampling.mode == "truncate":
+        return importance.clamp(max=config.importance_sampling.high), importance <= config.importance_sampling.high
+    kept = (importance >= config.importance_sampling.low) & (importance <= config.importance_sampling.high)
     return kept.float(), kept
 
 

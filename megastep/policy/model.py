@@ -155,8 +155,8 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=policy.precision == "bf16",
         **_recomputation(policy),
-        cpu_offloading=policy.offload_layers > 0,
-        cpu_offloading_num_layers=policy.offload_layers,
+        cpu_offloading=policy.activation_offload_layers > 0,
+        cpu_offloading_num_layers=policy.activation_offload_layers,
         # Losses are sums of weighted terms; nothing may divide them by tokens or micro-batches.
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
@@ -204,9 +204,9 @@ def _expert_settings(arch: Architecture, policy: PolicyConfig, on_cuda: bool) ->
         # Softmax over the chosen logits equals softmax over all, renormalized over the chosen.
         moe_router_pre_softmax=not arch.experts.normalize_top_k,
         # The worker divides the coefficients by the tokens of the mini-batch before each update (router.py).
-        moe_router_load_balancing_type="aux_loss" if policy.router_balance > 0 else "none",
-        moe_aux_loss_coeff=policy.router_balance,
-        moe_z_loss_coeff=policy.router_z or None,
+        moe_router_load_balancing_type="aux_loss" if policy.moe_aux_loss_coef > 0 else "none",
+        moe_aux_loss_coeff=policy.moe_aux_loss_coef,
+        moe_z_loss_coeff=policy.moe_z_loss_coef or None,
         moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=on_cuda,
     )

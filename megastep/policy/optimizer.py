@@ -7,7 +7,7 @@ Update n of N has, with a warm-up of w updates (0 is the same as 1: there is not
     linear, cosine        from lr at n = w towards min_lr at n = N + 1, so the last update is still above it
 
 Megatron takes FusedAdam from Transformer Engine or apex where one is installed, torch's AdamW otherwise. With
-`offload_fraction` a hybrid of both works: torch's AdamW on the CPU for that part of the parameters.
+`cpu_offload_fraction` a hybrid of both works: torch's AdamW on the CPU for that part of the parameters.
 """
 
 import gc
@@ -39,15 +39,15 @@ def build_optimizer(
             bf16=precision == "bf16",
             params_dtype=PRECISIONS[precision],
             use_distributed_optimizer=True,
-            optimizer_cpu_offload=config.offload_fraction > 0,
-            optimizer_offload_fraction=config.offload_fraction,
+            optimizer_cpu_offload=config.cpu_offload_fraction > 0,
+            optimizer_offload_fraction=config.cpu_offload_fraction,
             # Else Megatron keeps an fp32 copy of all weights on the GPU beside the one of the hybrid optimizer, and
             # that one cannot load a checkpoint.
-            use_precision_aware_optimizer=config.offload_fraction > 0,
+            use_precision_aware_optimizer=config.cpu_offload_fraction > 0,
         ),
         chunks,
     )
-    if config.offload_fraction > 0:
+    if config.cpu_offload_fraction > 0:
         gc.collect()  # a hybrid optimizer of whole weights, which Megatron makes first, is in a cycle of references
     _allocate_adam_state(optimizer)
     scheduler = OptimizerParamScheduler(

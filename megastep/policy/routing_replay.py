@@ -27,12 +27,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
+from megastep.errors import ReplayError
 from megastep.distributed import parallel
-from megastep.types import TrainingError
 
 
-class ReplayError(TrainingError):
-    """Routes were not used as recorded, or do not look like routes of these tokens."""
 
 
 class LayerReplay(RouterReplay):

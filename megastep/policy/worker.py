@@ -25,6 +25,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megastep.errors import TrainingError
 from megastep.models.architecture import read_architecture
 from megastep.config import Config, LossConfig, OptimizerConfig
 from megastep.checkpoint import saver
@@ -38,7 +39,7 @@ from megastep.policy.model import build_model, wrap_for_training
 from megastep.policy.optimizer import build_optimizer
 from megastep.weights.hf_files import HFReader, copy_companions, write_shards, written_beside
 from megastep.weights.megatron import export_hf, global_name, load_hf
-from megastep.types import FILLER, MicroBatch, TrainingError
+from megastep.types import FILLER, MicroBatch
 
 
 @dataclass
@@ -73,21 +74,21 @@ class PolicyWorker:
         """A stage of training: a loss, a fresh optimizer and its schedule; the model as it is is the reference."""
         self.loss = loss
         # Demonstrations were not sampled; what was, is compared under the distribution that it was sampled from.
-        self.temperature = 1.0 if loss.kind == "nll" else self.config.rollout.temperature
+        self.temperature = 1.0 if loss.type == "nll" else self.config.rollout.temperature
         self.optimizer, self.scheduler = build_optimizer(
             self.chunks, optimizer, self.config.policy.precision, optimizer_steps
         )
         self._megatron.grad_scale_func = self.optimizer.scale_loss
-        self.reference = [p.detach().cpu().clone() for p in self._parameters()] if loss.kl > 0 else None
+        self.reference = [p.detach().cpu().clone() for p in self._parameters()] if loss.kl_coef > 0 else None
 
     # ------------------------------------------------------------ compute
 
     def learn(self, mini_batches: list[list[MicroBatch]]) -> list[Update]:
         """One optimizer step per mini-batch. What the policy was before the first counts as old for all of them."""
         for micro_batches in mini_batches:
-            if len(mini_batches) > 1 and self.loss.old == "policy":  # with one, old is what the update computes itself
+            if len(mini_batches) > 1 and self.loss.old_logprobs == "policy":  # with one, old is what the update computes itself
                 self.remember_old(micro_batches)
-            if self.loss.kl > 0:
+            if self.loss.kl_coef > 0:
                 self.remember_reference(micro_batches)
         return [self.update(micro_batches) for micro_batches in mini_batches]
 
@@ -165,18 +166,18 @@ class PolicyWorker:
     def _forward_step(self, finish: Callable, data: Iterator, model) -> tuple[Tensor, Callable]:
         """As Megatron's schedules want it: the output, and the function that ends the micro-batch."""
         chunk, micro_batch = next(data)
-        if self.config.replay.enabled and self.loss.kind != "nll":  # demonstrations were not routed
+        if self.config.routing_replay.enabled and self.loss.type != "nll":  # demonstrations were not routed
             self._give_routes(chunk, micro_batch)
         batch = prepare(
-            micro_batch, self.arch.heads // self.arch.kv_heads, parallel.has_head(chunk), self.config.policy.head_rows,
-            self.temperature, entropy_gradient=self.loss.entropy > 0,
+            micro_batch, self.arch.heads // self.arch.kv_heads, parallel.has_head(chunk), self.config.policy.logits_chunk_rows,
+            self.temperature, entropy_gradient=self.loss.entropy_coef > 0,
         )
         return model(batch), partial(finish, micro_batch)
 
     def _give_routes(self, chunk: int, micro_batch: MicroBatch) -> None:
         layers = self.replays[chunk]
         if layers and micro_batch.trie.routes is None:
-            raise routing_replay.ReplayError("replay.enabled needs experts, and no step of the batch has recorded any")
+            raise routing_replay.ReplayError("routing_replay.enabled needs experts, and no step of the batch has recorded any")
         if layers:
             mine = slice(layers[0].layer, layers[-1].layer + 1)
             routing_replay.give(layers, own_routing(micro_batch, mine), mine.start)
@@ -189,19 +190,19 @@ class PolicyWorker:
     def _scale_router_losses(self, tokens: int) -> None:
         """Coefficients per token of the mini-batch, as router.py takes them."""
         policy = self.config.policy
-        self._megatron.moe_aux_loss_coeff = policy.router_balance / tokens
-        self._megatron.moe_z_loss_coeff = policy.router_z / tokens
+        self._megatron.moe_aux_loss_coeff = policy.moe_aux_loss_coef / tokens
+        self._megatron.moe_z_loss_coeff = policy.moe_z_loss_coef / tokens
 
     def _agreement(self) -> dict[str, float]:
         """How often the live routers would have chosen the replayed experts; raises where it cannot be so seldom."""
         same, recorded = routing_replay.agreement([layer for layers in self.replays for layer in layers])
         if not recorded:
             return {}
-        floor = self.config.replay.min_agreement
+        floor = self.config.routing_replay.min_agreement
         if same < floor * recorded:
             raise routing_replay.ReplayError(
                 f"the live routers agree with {same / recorded:.1%} of the recorded experts, less than "
-                f"replay.min_agreement = {floor}: the routes do not belong to these tokens or these weights"
+                f"routing_replay.min_agreement = {floor}: the routes do not belong to these tokens or these weights"
             )
         return {"replay/agreement": same / recorded}
 
@@ -260,18 +261,18 @@ class PolicyWorker:
     def rest(self) -> None:
         """The weights stay on the device; gradients are given up, Adam's state waits in CPU memory.
 
-        With `optimizer.offload_fraction` a part of Adam's state is there always, and the rest does not move: Megatron
+        With `optimizer.cpu_offload_fraction` a part of Adam's state is there always, and the rest does not move: Megatron
         would bring back all of it, and would tear the weights, which its hybrid optimizer works on, from their buffer.
         """
         for chunk in self.chunks:
             chunk.offload_grad_buffers()
-        if self.config.optimizer.offload_fraction == 0:
+        if self.config.optimizer.cpu_offload_fraction == 0:
             self.optimizer.offload_to_cpu()
 
     def wake(self) -> None:
         for chunk in self.chunks:
             chunk.restore_grad_buffers()
-        if self.config.optimizer.offload_fraction == 0:
+        if self.config.optimizer.cpu_offload_fraction == 0:
             self.optimizer.restore_from_cpu()
 
     # ------------------------------------------------------------ disk

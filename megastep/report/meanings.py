@@ -76,10 +76,10 @@ MEANINGS = {
     "train/ratio_mean": "probability of a trained token now / before the update, mean",
     "train/ratio_max": "probability of a trained token now / before the update, at most",
     "train/clip_fraction": "share of trained tokens whose ratio was clipped",
-    "train/kl_reference": "KL from the initial model, mean over trained tokens (loss.kl)",
+    "train/kl_reference": "KL from the initial model, mean over trained tokens (loss.kl_coef)",
     "train/kl_clamped_fraction": "share of trained tokens whose KL estimate was bounded at 10 and has no gradient",
     "train/advantage_abs_mean": "size of the advantage, mean over trained tokens",
-    "train/importance_mean": "correction for the engine's logprobs, mean over trained tokens (loss.correction)",
+    "train/importance_mean": "correction for the engine's logprobs, mean over trained tokens (loss.importance_sampling.mode)",
     "train/importance_cut_fraction": "share of trained tokens whose correction was truncated or masked",
     # do the engine and the trainer agree
     "mismatch/kl": "KL between the engine's and the trainer's policy on the sampled tokens, by the k3 estimate; "

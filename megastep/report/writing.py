@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from megastep.errors import ReportError
 from megastep.config import Config
 from megastep.samples import store
 from megastep.samples.metrics import rollout_metrics
@@ -26,8 +27,6 @@ LATEST = "rollouts/latest.safetensors"  # run.report_prompts of the newest step,
 LAST_STEP = 10**12  # more than any run has, and drawable
 
 
-class ReportError(ValueError):
-    """A folder that cannot be reported on; one line."""
 
 
 # ---------------------------------------------------------------- metrics
@@ -253,7 +252,8 @@ def _newest_rollouts(folder: Path, rows: list[dict]) -> Path | None:
 
 def _speller(config: dict, source: str) -> tuple[Speller, list[str]]:
     """`source`: where a model can be named."""
-    from megastep.rollout.renderer import RenderError, load_tokenizer
+    from megastep.rollout.renderer import load_tokenizer
+    from megastep.errors import RenderError
 
     model = page.setting(config, "model", "path")
     if not isinstance(model, str):

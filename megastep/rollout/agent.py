@@ -39,7 +39,8 @@ from megastep.rollout.env import Env, Message, Outcome, answer, checked_outcome,
 from megastep.rollout.generation import Generate, Generation, Sampling
 from megastep.rollout.renderer import Renderer
 from megastep.rollout.watch import STRETCH_S, LoopWatch, open_stretch, timed, warn
-from megastep.types import Step, Trajectory, recorded_tokens
+from megastep.types import Step, Trajectory
+from megastep.samples.validation import recorded_tokens
 
 CLOSE_TIMEOUT_S = 10.0
 CANCEL_TIMEOUT_S = 5.0  # for an environment to end after it was cancelled

@@ -24,28 +24,15 @@ from typing import Any
 
 import numpy as np
 
+from megastep.errors import DataError, EnvError
 from megastep.config import DataConfig
-from megastep.rollout.env import Env, EnvError, lone_surrogate, one_line, told
+from megastep.rollout.env import Env, lone_surrogate, one_line, told
 
 GENERATED = "generated"
 SHOWN_PROBLEMS = 5
-LINE_CHARACTERS = 500
 DEFAULT_SPLIT = "train"
 
 
-class DataError(ValueError):
-    """What is wrong with a data set, one line each."""
-
-    def __init__(self, problems: list[str]):
-        self.problems = [_one_line(problem) for problem in problems]
-        super().__init__("\n".join(self.problems))
-
-
-def _one_line(problem: str) -> str:
-    """Names of files may hold anything, and be as long."""
-    line = " ".join(problem.replace("\0", "\\0").split())
-    half = LINE_CHARACTERS // 2
-    return line if len(line) <= LINE_CHARACTERS else f"{line[:half]} ... {line[-half:]}"
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from megastep.errors import EnvError
 from megastep.redaction import hide
 from megastep.types import Group
 
@@ -63,8 +64,6 @@ STATES = range(-(2**63), 2**63)  # what the columns of a rollout file hold
 Message = dict[str, str]  # role, content; what a chat template takes
 
 
-class EnvError(ValueError):
-    """An environment that cannot be found or made, or that broke its protocol; one line."""
 
 
 class Outcome(NamedTuple):

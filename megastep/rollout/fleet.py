@@ -28,6 +28,7 @@ import numpy as np
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
+from megastep.errors import EngineError
 from megastep.config import EngineConfig
 from megastep.rollout.generation import Generation, Sampling
 
@@ -35,8 +36,6 @@ _GONE = (RayActorError, OutOfMemoryError)  # Ray kills actors where memory runs 
 _SESSIONS_KEPT = 1 << 16  # the oldest are forgotten; their next call just misses a cache
 
 
-class EngineError(RuntimeError):
-    """A call cannot be answered; the message says why, in one line."""
 
 
 @dataclass(eq=False)

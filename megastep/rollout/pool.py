@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megastep.errors import RolloutFailed
 from megastep import redaction
 from megastep.rollout.agent import Agent
 from megastep.rollout.data import Prompt
@@ -18,8 +19,6 @@ from megastep.samples.filters import FAILED
 from megastep.types import Group, Trajectory
 
 
-class RolloutFailed(RuntimeError):
-    """Nothing to go on with, such as a batch in which every episode failed; the message has the first one's reason."""
 
 
 @dataclass

@@ -43,6 +43,7 @@ from typing import Any
 
 import numpy as np
 
+from megastep.errors import RenderError
 from megastep.rollout.env import Message, one_line, told
 from megastep.redaction import hide
 
@@ -62,8 +63,6 @@ _CHANNEL = re.compile(
 )
 
 
-class RenderError(ValueError):
-    """A tokenizer or a chat template that cannot be used so; one line."""
 
 
 def load_tokenizer(folder: str | Path):

@@ -27,8 +27,9 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
+from megastep.errors import RolloutFailed
 from megastep.rollout.data import Prompt, PromptStream
-from megastep.rollout.pool import Pool, RolloutFailed, all_failed
+from megastep.rollout.pool import Pool, all_failed
 from megastep.types import Group, Trajectory
 
 MEANWHILE_S = 5.0

@@ -8,15 +8,17 @@
 from dataclasses import dataclass
 from typing import Any
 
+from megastep.errors import ConfigError, DataError, EnvError, RenderError, RolloutError
 from megastep.models.architecture import read_architecture
-from megastep.config import Config, ConfigError, EvalConfig, RolloutConfig
+from megastep.config import Config, EvalConfig, RolloutConfig
 from megastep.rollout.agent import Agent, Limits
-from megastep.rollout.data import DataError, Prompt, PromptStream, load_data
-from megastep.rollout.env import BUILT_IN, Env, EnvError, check_options, find_env, one_line, short, told
+from megastep.rollout.data import Prompt, PromptStream, load_data
+from megastep.rollout.env import BUILT_IN, Env, check_options, find_env, one_line, short, told
 from megastep.rollout.generation import Generate, Sampling
 from megastep.rollout.pool import Pool
-from megastep.rollout.renderer import Renderer, RenderError
-from megastep.types import Group, RolloutError, validate
+from megastep.rollout.renderer import Renderer
+from megastep.types import Group
+from megastep.samples.validation import validate
 
 
 @dataclass
@@ -93,7 +95,7 @@ class Task:
         )
         # Prompts of both are numbered from 0: the label keeps their seeds apart.
         agent = Agent(generate, self.renderer, limits, sampling, seed=f"{label}/{config.train.seed}")
-        return Pool(agent, self.env, sampled.samples, rollout.concurrency, config.env.options, label)
+        return Pool(agent, self.env, sampled.samples_per_prompt, rollout.concurrency, config.env.options, label)
 
 
 def refuse_small_vocabulary(renderer: Renderer, config: Config) -> None:

@@ -13,7 +13,7 @@
     store          rollouts on disk
 
     for groups in packing.mini_batches(batch, prompts=32):      # one optimizer step each
-        samples = make_samples(groups, estimator="grpo", normalize="token")
+        samples = make_samples(groups, estimator="grpo", reduction="token")
         micro_batches, report = lay_out(samples, ranks=8, budget_tokens=32_768)
 """
 
@@ -22,12 +22,12 @@ from megastep.samples.advantage import advantages
 from megastep.types import Group, MicroBatch, Sample
 
 
-def make_samples(groups: list[Group], estimator: str, normalize: str, discount: float = 1.0,
-                 step_weight: float = 1.0) -> list[Sample]:
+def make_samples(groups: list[Group], estimator: str, reduction: str, gamma: float = 1.0,
+                 step_coef: float = 1.0) -> list[Sample]:
     """The samples of a mini-batch, credited and weighed."""
     samples = []
-    for group, group_weights in zip(groups, weights.token_weights(groups, normalize)):
-        group_advantages = advantages(group, estimator, discount, step_weight)
+    for group, group_weights in zip(groups, weights.token_weights(groups, reduction)):
+        group_advantages = advantages(group, estimator, gamma, step_coef)
         for trajectory, of_steps, weight in zip(group.trajectories, group_advantages, group_weights):
             samples += [
                 Sample(step, group.id, trajectory.index, a, w)

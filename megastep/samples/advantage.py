@@ -26,7 +26,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megastep.types import Group, RolloutError, Step
+from megastep.errors import RolloutError
+from megastep.types import Group, Step
 
 OUTCOME = ("grpo", "grpo_nostd", "rloo", "maxrl")
 STEPWISE = ("step_returns", "gigpo")
@@ -47,18 +48,18 @@ def check_estimator(name: str) -> str | None:
     return f"must be one of {', '.join(OUTCOME + STEPWISE)}"
 
 
-def advantages(group: Group, estimator: str, discount: float = 1.0, step_weight: float = 1.0) -> list[np.ndarray]:
+def advantages(group: Group, estimator: str, gamma: float = 1.0, step_coef: float = 1.0) -> list[np.ndarray]:
     """One array per trajectory, one number per step."""
     problem = check_estimator(estimator)
     if problem:
-        raise ValueError(f"credit.estimator = {estimator}: {problem}")
+        raise ValueError(f"advantage.estimator = {estimator}: {problem}")
     rewards, sizes = outcomes(group)
     for trajectory, reward in zip(group.trajectories, rewards):
         if not np.isfinite(reward):
             raise RolloutError([f"group {group.id}, trajectory {trajectory.index}: reward is {reward}, must be finite"])
     if estimator == "maxrl" and rewards.min(initial=0) < 0:
         raise RolloutError([
-            f"credit.estimator = maxrl: needs rewards of 0 or more, got {rewards.min()} in group {group.id}"
+            f"advantage.estimator = maxrl: needs rewards of 0 or more, got {rewards.min()} in group {group.id}"
         ])
     if estimator in OUTCOME:
         per_trajectory = _compare(_OUTCOME[estimator], rewards, sizes)
@@ -66,13 +67,13 @@ def advantages(group: Group, estimator: str, discount: float = 1.0, step_weight:
     returns, return_sizes = [], []
     for trajectory in group.trajectories:
         step_rewards = [s.reward for s in trajectory.steps]
-        returns.append(discounted_returns(step_rewards, discount))
-        return_sizes.append(discounted_returns([abs(r) for r in step_rewards], discount))
+        returns.append(discounted_returns(step_rewards, gamma))
+        return_sizes.append(discounted_returns([abs(r) for r in step_rewards], gamma))
     if estimator == "step_returns":
         return step_returns(returns, return_sizes)
     states = [[_state(s) for s in t.steps] for t in group.trajectories]
     episode = _compare(grpo, rewards, sizes)
-    return gigpo(episode, returns, return_sizes, states, step_weight)
+    return gigpo(episode, returns, return_sizes, states, step_coef)
 
 
 def outcomes(group: Group) -> tuple[np.ndarray, np.ndarray]:
@@ -125,11 +126,11 @@ _OUTCOME = {"grpo": grpo, "grpo_nostd": grpo_nostd, "rloo": rloo, "maxrl": maxrl
 # ---------------------------------------------------------------- rewards per step
 
 
-def discounted_returns(rewards: list[float], discount: float) -> np.ndarray:
-    """Gₜ = rₜ + discount · Gₜ₊₁."""
+def discounted_returns(rewards: list[float], gamma: float) -> np.ndarray:
+    """Gₜ = rₜ + gamma · Gₜ₊₁."""
     returns = np.zeros(len(rewards) + 1)
     for t in range(len(rewards) - 1, -1, -1):
-        returns[t] = rewards[t] + discount * returns[t + 1]
+        returns[t] = rewards[t] + gamma * returns[t + 1]
     return returns[:-1]
 
 
@@ -147,7 +148,7 @@ def step_returns(returns: list[np.ndarray], sizes: list[np.ndarray]) -> list[np.
 
 
 def gigpo(episode: np.ndarray, returns: list[np.ndarray], sizes: list[np.ndarray], states: list[list],
-          step_weight: float) -> list[np.ndarray]:
+          step_coef: float) -> list[np.ndarray]:
     """A_episode + w · A_step; A_step compares the returns of steps that began in the same state.
 
     Feng et al. 2025, Group-in-Group Policy Optimization, eq. 3 to 8.
@@ -159,7 +160,7 @@ def gigpo(episode: np.ndarray, returns: list[np.ndarray], sizes: list[np.ndarray
             anchors[state].append((i, t))
     for members in anchors.values():
         for (i, t), advantage in zip(members, _compare(grpo, _at(members, returns), _at(members, sizes))):
-            result[i][t] += step_weight * advantage
+            result[i][t] += step_coef * advantage
     return [r.astype(np.float32) for r in result]
 
 

@@ -2,7 +2,7 @@
 
     failed           a trajectory whose environment or engine failed    dropped: its reward does not judge the policy
     finite_rewards   a trajectory whose reward is NaN or infinite       dropped
-    over_long        a trajectory that was cut off                      kept | masked | dropped
+    truncated        a trajectory that was cut off                      kept | masked | dropped
     zero_variance    a prompt whose trained steps all have advantage 0  dropped: the estimator learns nothing from it
 
 `filters.dynamic_sampling` plays others in the place of prompts that were dropped, until a batch is full (DAPO, Yu et
@@ -22,7 +22,7 @@ import numpy as np
 from megastep.samples import advantage
 from megastep.types import Group, Trajectory
 
-OVER_LONG = ("keep", "mask", "drop")
+TRUNCATED = ("keep", "mask", "drop")
 CUT_OFF = ("length", "context")  # finish of a step that ran out of room
 FAILED = ("env_error", "env_timeout", "engine_error", "abort")  # stop_reason of a trajectory that proves nothing
 
@@ -51,10 +51,10 @@ def finite_rewards(groups: list[Group]) -> tuple[list[Group], list[Dropped]]:
     return _drop(groups, reason)
 
 
-def over_long(groups: list[Group], policy: str) -> tuple[list[Group], list[Dropped]]:
+def truncated(groups: list[Group], policy: str) -> tuple[list[Group], list[Dropped]]:
     """What to do with trajectories that hit a length limit. Masked ones are reported too: they train nothing."""
-    if policy not in OVER_LONG:
-        raise ValueError(f"filters.over_long = {policy}: must be one of {', '.join(OVER_LONG)}")
+    if policy not in TRUNCATED:
+        raise ValueError(f"filters.truncated = {policy}: must be one of {', '.join(TRUNCATED)}")
     if policy == "keep":
         return groups, []
     kept, dropped = _drop(groups, _cut_off)
@@ -64,12 +64,12 @@ def over_long(groups: list[Group], policy: str) -> tuple[list[Group], list[Dropp
     return masked, [replace(d, reason=d.reason + ", masked") for d in dropped]
 
 
-def zero_variance(groups: list[Group], estimator: str, discount: float = 1.0,
-                  step_weight: float = 1.0) -> tuple[list[Group], list[Dropped]]:
+def zero_variance(groups: list[Group], estimator: str, gamma: float = 1.0,
+                  step_coef: float = 1.0) -> tuple[list[Group], list[Dropped]]:
     """Without the groups from which this estimator learns nothing."""
     kept, dropped = [], []
     for group in groups:
-        if _teaches(group, advantage.advantages(group, estimator, discount, step_weight)):
+        if _teaches(group, advantage.advantages(group, estimator, gamma, step_coef)):
             kept.append(group)
         else:
             reason = _why_degenerate(group)

@@ -73,7 +73,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megastep.types import FINISHES, Group, RolloutError, Step, Trajectory, validate
+from megastep.errors import RolloutError, StoreError
+from megastep.types import FINISHES, Group, Step, Trajectory
+from megastep.samples.validation import validate
 
 FORMAT = "megastep.rollouts"
 VERSION = 2
@@ -96,8 +98,6 @@ OPTIONAL = ("step/has_state", "step/state", "step/has_routing", "step/routing_ro
             CHECKSUMS)
 
 
-class StoreError(ValueError):
-    """A file that cannot be read or a rollout that cannot be written, in one line."""
 
 
 @dataclass

@@ -63,9 +63,9 @@ class FoldReport:
 def fold(samples: list[Sample], layout: str = "trie", on_conflict: str = "owner") -> tuple[list[Trie], FoldReport]:
     """Tries of the samples, prompt by prompt. The steps of a trajectory must come in order."""
     if layout not in LAYOUTS:
-        raise ValueError(f"samples.layout = {layout}: must be one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"train.pack_layout = {layout}: must be one of {', '.join(LAYOUTS)}")
     if on_conflict not in ON_CONFLICT:
-        raise ValueError(f"replay.on_conflict = {on_conflict}: must be one of {', '.join(ON_CONFLICT)}")
+        raise ValueError(f"routing_replay.on_conflict = {on_conflict}: must be one of {', '.join(ON_CONFLICT)}")
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)

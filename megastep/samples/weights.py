@@ -1,6 +1,6 @@
 """Weight: how much each trained token counts in the loss, decided over the whole mini-batch and before any layout.
 
-    normalize    weight of a token                               so that
+    reduction    weight of a token                               so that
     token        1 / tokens                                      every token counts the same
     step         1 / steps / tokens of its step                  every model call counts the same
     trajectory   1 / trajectories / tokens of its trajectory     every episode counts the same
@@ -18,10 +18,10 @@ from megastep.types import Group
 UNITS = ("token", "step", "trajectory", "prompt")
 
 
-def token_weights(groups: list[Group], normalize: str) -> list[list[np.ndarray]]:
+def token_weights(groups: list[Group], reduction: str) -> list[list[np.ndarray]]:
     """Per group, per trajectory: the weight of each trained token of each step."""
-    if normalize not in UNITS:
-        raise ValueError(f"loss.normalize = {normalize}: must be one of {', '.join(UNITS)}")
+    if reduction not in UNITS:
+        raise ValueError(f"loss.reduction = {reduction}: must be one of {', '.join(UNITS)}")
     # [step] in the order of the batch: trained tokens, and which trajectory and prompt they belong to
     tokens, trajectory, prompt = [], [], []
     for g, group in enumerate(groups):
@@ -36,7 +36,7 @@ def token_weights(groups: list[Group], normalize: str) -> list[list[np.ndarray]]
         "step": np.arange(len(tokens)),
         "trajectory": np.array(trajectory, int),
         "prompt": np.array(prompt, int),
-    }[normalize]
+    }[reduction]
     per_unit = np.bincount(unit, tokens)  # [unit] trained tokens
     units = np.count_nonzero(per_unit)
     weight = 1 / (units * np.where(tokens > 0, per_unit[unit], np.inf)) if units else np.zeros(len(tokens))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
 from torch import Tensor
 
+from megastep.errors import SyncError
 from megastep.models.architecture import Architecture
 from megastep.config import Config
 from megastep.distributed import parallel
@@ -28,13 +29,10 @@ from megastep.sync import shm
 from megastep.sync.checksum import add, checksum
 from megastep.weights.mapping import Row, pieces_of
 from megastep.weights.megatron import buckets_of, cut_of, find_holders, gathered_hf, holders_needed, local_cuts
-from megastep.types import TrainingError
 
 _ALIGN = 64  # bytes; vLLM's packing reads the tensors where they lie
 
 
-class SyncError(TrainingError):
-    """An engine does not have the weights that the policy sent; the message says which, in one line."""
 
 
 class Engines:
@@ -94,7 +92,7 @@ class Sender:
 
     def push(self, handles: list, version: int) -> None:
         """Give every engine the weights of this moment. Engines should be paused, or not serving yet."""
-        engines = Engines(handles, version, self.engine.tensor, self.engine.request_timeout_s)
+        engines = Engines(handles, version, self.engine.tensor_parallel, self.engine.request_timeout_s)
         ids = [handle._actor_id.hex() for handle in handles]
         if self._route_to != ids:
             self._route, self._route_to = self._open(engines), ids

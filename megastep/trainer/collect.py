@@ -14,24 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megastep.errors import CheckpointError, OutputError, RunDirError
 from megastep import signals
 from megastep.cluster import Cluster
 from megastep.config import Config
 from megastep.rollout.data import Prompt
 from megastep.rollout.generation import Generate
-from megastep.checkpoint.manifest import CheckpointError
 from megastep.console import progress
 from megastep.report.writing import write_report
 from megastep.rollout.pool import Pool, refuse_all_failed
 from megastep.rollout.task import Task
-from megastep.trainer.rundir import RunDirError, refuse_unfit_weights, where_to_resume, write_config
+from megastep.trainer.rundir import refuse_unfit_weights, where_to_resume, write_config
 from megastep.samples import store
 from megastep.samples.metrics import evaluation_metrics, rollout_metrics, succeeded
 from megastep.types import Group, Trajectory
 
 
-class OutputError(ValueError):
-    """A file that cannot be written; one line."""
 
 
 def _writable_log(out: Path) -> Path:
@@ -53,7 +51,7 @@ def _writable_log(out: Path) -> Path:
 
 
 def rollout(config: Config, out: Path) -> list[Group]:
-    """`rollout.prompts` prompts of the training data, `rollout.samples` trajectories each, into a file."""
+    """`rollout.prompts` prompts of the training data, `rollout.samples_per_prompt` trajectories each, into a file."""
     log = _writable_log(out)
     checkpoint = _checkpoint(config)
     task = Task.load(config)
@@ -66,7 +64,7 @@ def rollout(config: Config, out: Path) -> list[Group]:
 
 
 def evaluate(config: Config, name: str) -> dict[str, float]:
-    """`eval.prompts` held-out prompts, `eval.samples` trajectories each; metrics and trajectories into a folder."""
+    """`eval.prompts` held-out prompts, `eval.samples_per_prompt` trajectories each; metrics and trajectories into a folder."""
     checkpoint = _checkpoint(config)
     task = Task.load(config)
     prompts = task.eval_prompts()
@@ -103,7 +101,7 @@ def _play(
 ) -> tuple[list[Group], float]:
     """The groups, and tokens sampled per second."""
     with_policy = checkpoint is not None or config.model.init == "random"
-    print(f"starting {config.engine.count} engine(s); what they say is in {log}", flush=True)
+    print(f"starting {config.engine.num_engines} engine(s); what they say is in {log}", flush=True)
     with Cluster(config, with_policy=with_policy, log=log) as cluster:
         if checkpoint is not None:
             cluster.policy.call("load", checkpoint)

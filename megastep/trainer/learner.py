@@ -11,17 +11,18 @@ import numpy as np
 
 from megastep.models.architecture import read_architecture
 from megastep.cluster import Policy
-from megastep.config import Config
+from megastep.config import Config, ImportanceSamplingConfig
 from megastep.samples import lay_out, make_samples
 from megastep.samples.metrics import layout_metrics, over_mini_batches
 from megastep.samples.packing import mini_batches
-from megastep.types import ExpertShape, Group, MicroBatch, validate
+from megastep.types import ExpertShape, Group, MicroBatch
+from megastep.samples.validation import validate
 
 
 def model_limits(config: Config) -> tuple[int, ExpertShape | None]:
     """What rollouts of the configured model can hold: its vocabulary, and with replay its experts (see `validate`)."""
     arch = read_architecture(config.model.path)
-    if arch.experts is None or not config.replay.enabled:
+    if arch.experts is None or not config.routing_replay.enabled:
         return arch.vocab, None
     return arch.vocab, ExpertShape(arch.experts.count, arch.experts.top_k, arch.experts.layers)
 
@@ -36,13 +37,14 @@ class Learner:
         """One optimizer step per mini-batch of prompts. No groups, which filters can lead to: nothing is learned."""
         validate(groups, self.vocab, self.experts)
         parts = mini_batches(groups, self.config.mini_batch_prompts)
-        return self._learn(parts, self.config.loss.normalize) if parts else {}
+        return self._learn(parts, self.config.loss.reduction) if parts else {}
 
     def warm_start(self, demonstrations: list[Group], on_step: Callable[[float], None]) -> dict[str, float]:
         """Supervised epochs over demonstrations, then a fresh optimizer for what follows; `on_step` gets each loss."""
         settings, config = self.config.warm_start, self.config
         optimizer = replace(config.optimizer, lr=settings.lr, min_lr=0.0, schedule="linear", warmup_steps=0)
-        supervised = replace(config.loss, kind="nll", old="policy", kl=0.0, entropy=0.0, correction="none")
+        supervised = replace(config.loss, type="nll", old_logprobs="policy", kl_coef=0.0, entropy_coef=0.0,
+                             importance_sampling=ImportanceSamplingConfig(mode="none"))
         self.policy.call("begin", optimizer, supervised, settings.optimizer_steps)
         random = np.random.default_rng([config.train.seed, 0xDE])
         loss = float("nan")
@@ -58,9 +60,9 @@ class Learner:
         """The policy as it is now is where reinforcement learning starts: fresh optimizer, reference of the KL."""
         self.policy.call("begin", self.config.optimizer, self.config.policy_loss, self.config.optimizer_steps)
 
-    def _learn(self, parts: list[list[Group]], normalize: str) -> dict[str, float]:
+    def _learn(self, parts: list[list[Group]], reduction: str) -> dict[str, float]:
         begun = time.perf_counter()
-        laid_out = [self.lay_out(part, normalize) for part in parts]
+        laid_out = [self.lay_out(part, reduction) for part in parts]
         laid_out_at = time.perf_counter()
         # [data rank][mini-batch] micro-batches
         of_ranks = [[batches[rank] for batches, _ in laid_out] for rank in range(self.config.data_ranks)]
@@ -76,18 +78,18 @@ class Learner:
             "time/update_s": time.perf_counter() - laid_out_at,
         }
 
-    def lay_out(self, groups: list[Group], normalize: str) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+    def lay_out(self, groups: list[Group], reduction: str) -> tuple[list[list[MicroBatch]], dict[str, float]]:
         """Micro-batches of each data-parallel rank, and what is to be said about them."""
         config, layout = self.config, self.config.policy.parallel
-        credit = config.credit
-        samples = make_samples(groups, credit.estimator, normalize, credit.discount, credit.step_weight)
+        advantage = config.advantage
+        samples = make_samples(groups, advantage.estimator, reduction, advantage.gamma, advantage.step_coef)
         batches, report = lay_out(
             samples,
             ranks=config.data_ranks,
             budget_tokens=config.budget_tokens,
             align_tokens=layout.tensor,
-            layout=config.samples.layout,
-            on_conflict=config.replay.on_conflict,
+            layout=config.train.pack_layout,
+            on_conflict=config.routing_replay.on_conflict,
             attention_tokens=6 * self.arch.hidden,
             rounds_of=layout.pipeline if layout.virtual > 1 else 1,
         )

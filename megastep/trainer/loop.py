@@ -22,9 +22,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from megastep.errors import ConfigError, RolloutError, RunFailed
 from megastep import signals
 from megastep.cluster import Cluster
-from megastep.config import Config, ConfigError, training_warnings
+from megastep.config import Config, training_warnings
 from megastep.trainer.learner import Learner, model_limits
 from megastep.checkpoint.loop_state import LoopState
 from megastep.checkpoint.manifest import latest
@@ -33,13 +34,14 @@ from megastep.report.writing import MetricsLog, read_metrics, write_report
 from megastep.rollout.pool import Pool, refuse_all_failed
 from megastep.rollout.stream import GroupStream, Interrupted, StreamState
 from megastep.rollout.task import Task
-from megastep.trainer.rundir import Run, RunError
+from megastep.trainer.rundir import Run
 from megastep.samples import filters, store
 from megastep.samples.staleness import Ages
 from megastep.samples.advantage import check_estimator
 from megastep.samples.metrics import evaluation_metrics, filter_metrics, rollout_metrics
 from megastep.samples.packing import check_lengths, mini_batches
-from megastep.types import Group, RolloutError, validate
+from megastep.types import Group
+from megastep.samples.validation import validate
 
 
 def train(config: Config, name: str) -> Path:
@@ -59,7 +61,7 @@ def train(config: Config, name: str) -> Path:
     run.create(config)
     signals.advise(run.how_to_go_on)
     print(f"{run.folder}: " + (f"continues after step {run.state.step}" if run.checkpoint else "a new run"))
-    print(f"starting {config.policy.ranks} rank(s) and {config.engine.count} engine(s); what they say is in {run.log}")
+    print(f"starting {config.policy.ranks} rank(s) and {config.engine.num_engines} engine(s); what they say is in {run.log}")
     with MetricsLog.of_run(run.folder, run.last_row, config) as log:
         with Cluster(config, log=run.log) as cluster:
             Loop(config, task, cluster, run, log).run(demonstrations)
@@ -99,7 +101,7 @@ def read_batches(config: Config, path: Path) -> list[tuple[list[Group], list[Gro
     for batch in mini_batches(store.read(path), config.rollout.prompts):
         try:
             kept, dropped = sift(batch, config)
-            teaching, _ = filters.zero_variance(kept, **asdict(config.credit))
+            teaching, _ = filters.zero_variance(kept, **asdict(config.advantage))
             check_lengths(kept, config.budget_tokens, config.policy.parallel.tensor)
         except ValueError as error:
             raise store.StoreError(f"{path}: {error}") from None
@@ -113,14 +115,14 @@ def read_batches(config: Config, path: Path) -> list[tuple[list[Group], list[Gro
         validate(kept, *model_limits(config))
     except RolloutError as error:
         raise store.StoreError(f"{path}: not of {config.model.path}: {error.summary()}") from None
-    if config.loss.kind != "nll":
+    if config.loss.type != "nll":
         tell_degenerate(config, path, kept, sum(teaching for *_, teaching in batches))
     return [batch for *batch, _ in batches]
 
 
 def tell_degenerate(config: Config, path: Path, groups: list[Group], teaching: int) -> None:
     """Prompts of a file that train nothing: all of them is an error."""
-    why = f"under credit.estimator = {config.credit.estimator} all of their advantages are 0"
+    why = f"under advantage.estimator = {config.advantage.estimator} all of their advantages are 0"
     if not teaching:
         raise store.StoreError(f"{path}: nothing to learn from its {len(groups)} prompts: {why}; several trajectories "
                                "of different reward per prompt are needed")
@@ -131,12 +133,12 @@ def tell_degenerate(config: Config, path: Path, groups: list[Group], teaching: i
 def refuse_untrainable(config: Config) -> None:
     """What rollouts and evaluation allow and training does not."""
     problems = []
-    estimator, over_long, rollout = config.credit.estimator, config.filters.over_long, config.rollout
+    estimator, truncated, rollout = config.advantage.estimator, config.filters.truncated, config.rollout
     wrong = check_estimator(estimator)
     if wrong:
-        problems.append(f"credit.estimator = {estimator}: {wrong}")
-    if over_long not in filters.OVER_LONG:
-        problems.append(f"filters.over_long = {over_long}: must be one of {', '.join(filters.OVER_LONG)}")
+        problems.append(f"advantage.estimator = {estimator}: {wrong}")
+    if truncated not in filters.TRUNCATED:
+        problems.append(f"filters.truncated = {truncated}: must be one of {', '.join(filters.TRUNCATED)}")
     why = "training needs logprobs of the whole distribution that was sampled from"
     if rollout.temperature == 0:
         problems.append(f"rollout.temperature = 0: {why}; must be more than 0")
@@ -151,9 +153,9 @@ def refuse_untrainable(config: Config) -> None:
 def refuse_single_samples(config: Config) -> None:
     """Every estimator compares the trajectories of a prompt. gigpo also compares steps that began in one state, which
     one trajectory may visit twice; half of its advantage and most of its steps would be 0 all the same."""
-    if config.rollout.samples < 2 and config.loss.kind != "nll":
+    if config.rollout.samples_per_prompt < 2 and config.loss.type != "nll":
         raise ConfigError([
-            f"rollout.samples = {config.rollout.samples}: credit.estimator = {config.credit.estimator} compares the "
+            f"rollout.samples_per_prompt = {config.rollout.samples_per_prompt}: advantage.estimator = {config.advantage.estimator} compares the "
             "trajectories of a prompt, and one alone has advantage 0; must be 2 or more, such as 8"
         ])
 
@@ -169,7 +171,7 @@ def load_policy(run: Run, learner: Learner) -> None:
     if run.checkpoint is None:
         return
     begins = run.state.step == 0
-    reference = run.checkpoint if begins else run.reference() if learner.config.loss.kl > 0 else None
+    reference = run.checkpoint if begins else run.reference() if learner.config.loss.kl_coef > 0 else None
     if reference is not None:
         learner.policy.call("load", reference)
         learner.begin()
@@ -301,7 +303,7 @@ class Loop:
         prompts, settings = self.config.rollout.prompts, self.config.filters
         wanted = prompts - len(kept) if settings.dynamic_sampling else 0
         if wanted and len(played) >= settings.max_batches * prompts:
-            raise RunError(
+            raise RunFailed(
                 f"filters.max_batches = {settings.max_batches}: of {len(played)} prompts {len(kept)} had an advantage "
                 f"other than 0, {prompts} are needed; the task is too easy or too hard, or the limit too low"
             )
@@ -376,7 +378,7 @@ def sift(groups: list[Group], config: Config) -> tuple[list[Group], list[filters
     for keep in (
         filters.failed,
         filters.finite_rewards,
-        lambda left: filters.over_long(left, settings.over_long),
+        lambda left: filters.truncated(left, settings.truncated),
         lambda left: drop_degenerate(left, config),
     ):
         groups, gone = keep(groups)
@@ -389,9 +391,9 @@ def sift(groups: list[Group], config: Config) -> tuple[list[Group], list[filters
 
 def drop_degenerate(groups: list[Group], config: Config) -> tuple[list[Group], list[filters.Dropped]]:
     """Where the configuration asks for it. Supervised training has no advantages."""
-    if config.loss.kind == "nll" or not (config.filters.zero_variance or config.filters.dynamic_sampling):
+    if config.loss.type == "nll" or not (config.filters.zero_variance or config.filters.dynamic_sampling):
         return groups, []
-    return filters.zero_variance(groups, **asdict(config.credit))
+    return filters.zero_variance(groups, **asdict(config.advantage))
 
 
 def _count(groups: list[Group]) -> int:

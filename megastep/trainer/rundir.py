@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from megastep.errors import CheckpointError, RunDirError
 from megastep.models.architecture import read_architecture
 from megastep.config import Config, to_yaml
 from megastep.checkpoint.loop_state import LoopState
-from megastep.checkpoint.manifest import CheckpointError, latest, read_manifest, read_object, refuse_other_model, refuse_other_types
+from megastep.checkpoint.manifest import latest, read_manifest, read_object, refuse_other_model, refuse_other_types
 from megastep.checkpoint.unpickle import refuse_code
 from megastep.report.writing import LATEST
 from megastep.weights.mapping import refuse_other_shape, rows_of
@@ -34,12 +35,8 @@ from megastep.weights.hf_files import HFReader
 _ORIGIN, _LOCK = "origin.json", "lock"
 
 
-class RunError(RuntimeError):
-    """A run that cannot go on; the message says why, in one line."""
 
 
-class RunDirError(ValueError):
-    """A run directory that cannot be used; the message says why, in one line."""
 
 
 @dataclass
@@ -61,7 +58,7 @@ class Run:
         state = LoopState.read(checkpoint) if checkpoint else LoopState(step=0)
         refuse_newer(folder, state.step)
         run = cls(folder, checkpoint, state, latest(folder / "checkpoints"))
-        reference = run.reference() if config.loss.kl > 0 and state.step > 0 else None
+        reference = run.reference() if config.loss.kl_coef > 0 and state.step > 0 else None
         if reference is not None:
             read_manifest(reference)  # refuses one that is gone
             refuse_code(reference)

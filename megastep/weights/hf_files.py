@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from megastep.errors import WeightsError
 
-from megastep.weights.mapping import ConvertError
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
@@ -24,7 +24,7 @@ SINGLE = "model.safetensors"
 
 
 class HFReader:
-    """`reader(name)` returns one tensor; a missing one is a ConvertError that names it."""
+    """`reader(name)` returns one tensor; a missing one is a WeightsError that names it."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -37,19 +37,19 @@ class HFReader:
             try:
                 return json.loads(index.read_text())["weight_map"]
             except (json.JSONDecodeError, KeyError):
-                raise ConvertError(f"{index}: not an index of safetensors files") from None
+                raise WeightsError(f"{index}: not an index of safetensors files") from None
         if (self.folder / SINGLE).is_file():
             with self._opened(SINGLE) as file:
                 return dict.fromkeys(file.keys(), SINGLE)
-        raise ConvertError(f"{self.folder}: no weights; {SINGLE} or {INDEX} is needed")
+        raise WeightsError(f"{self.folder}: no weights; {SINGLE} or {INDEX} is needed")
 
     def _opened(self, name: str):
         try:
             return safe_open(self.folder / name, framework="pt")
         except FileNotFoundError:
-            raise ConvertError(f"{self.folder / name}: missing, though the index names it") from None
+            raise WeightsError(f"{self.folder / name}: missing, though the index names it") from None
         except SafetensorError as error:
-            raise ConvertError(f"{self.folder / name}: not a whole safetensors file ({error})") from None
+            raise WeightsError(f"{self.folder / name}: not a whole safetensors file ({error})") from None
 
     def __call__(self, name: str) -> Tensor:
         return self._shard_of(name).get_tensor(name)
@@ -62,13 +62,13 @@ class HFReader:
 
     def _shard_of(self, name: str):
         if name not in self.file_of:
-            raise ConvertError(f"{self.folder}: tensor {name} is missing")
+            raise WeightsError(f"{self.folder}: tensor {name} is missing")
         file = self.file_of[name]
         if file != self._open_name:
             self._open_name, self._open = file, self._opened(file)
             self._names = set(self._open.keys())
         if name not in self._names:
-            raise ConvertError(f"{self.folder / file}: tensor {name} is missing, though the index names it")
+            raise WeightsError(f"{self.folder / file}: tensor {name} is missing, though the index names it")
         return self._open
 
 
@@ -93,7 +93,7 @@ def written_beside(destination: str | Path) -> Iterator[Path]:
 def refuse_non_empty(folder: str | Path) -> None:
     folder = Path(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise ConvertError(f"{folder}: is not empty; give a new folder, nothing is overwritten")
+        raise WeightsError(f"{folder}: is not empty; give a new folder, nothing is overwritten")
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> int:

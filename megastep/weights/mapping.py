@@ -31,11 +31,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megastep.errors import WeightsError
 from megastep.models.architecture import Architecture
 
 
-class ConvertError(ValueError):
-    """Weights that do not fit the model; the message names the tensor, in one line."""
 
 
 # ---------------------------------------------------------------- forms
@@ -259,7 +258,7 @@ def to_megatron(row: Row, read, arch: Architecture, cut: int = 0, cuts: int = 1)
 
 def refuse_other_shape(name: str, found, wanted: tuple[int, ...]) -> None:
     if tuple(found) != wanted:
-        raise ConvertError(f"tensor {name} has shape {list(found)}, by config.json it should have {list(wanted)}")
+        raise WeightsError(f"tensor {name} has shape {list(found)}, by config.json it should have {list(wanted)}")
 
 
 def from_megatron(row: Row, cuts: list[Tensor], arch: Architecture) -> Iterator[tuple[str, Tensor]]:

@@ -25,7 +25,7 @@ FLOATS = [key for key, kind in leaves() if kind is float]
 INTS = [key for key, kind in leaves() if kind in (int, int | None)]
 TEXTS = [key for key, kind in leaves() if kind in (str, str | None)]
 CHOICES = [key for key in TEXTS if key not in (
-    "model.path", "data.train", "data.eval", "env.name", "credit.estimator", "filters.over_long", "cluster.address",
+    "model.path", "data.train", "data.eval", "env.name", "advantage.estimator", "filters.truncated", "cluster.address",
     "run.dir", "run.name", "run.resume", "run.wandb_project", "run.wandb_entity", "run.wandb_id",
 )]
 

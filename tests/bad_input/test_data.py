@@ -8,10 +8,11 @@ import pyarrow.parquet
 import pytest
 
 import megastep.trainer.loop  # noqa: F401  imported here, so that no case pays for it
+from megastep.errors import DataError
 from megastep.envs.guess import Guess
 from megastep.envs.search import Search
 from megastep.envs.sql import SQL
-from megastep.rollout.data import DataError, read_rows
+from megastep.rollout.data import read_rows
 
 from .harness import CONFIG, check_lines, refused
 

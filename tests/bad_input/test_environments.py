@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import megastep.trainer.loop  # noqa: F401  imported here, so that no case pays for it
+from megastep.errors import DataError, EnvError
 from megastep.rollout.agent import Agent, Limits
-from megastep.rollout.data import DataError, read_rows
-from megastep.rollout.env import Env, EnvError, Outcome, check_options, find_env
+from megastep.rollout.data import read_rows
+from megastep.rollout.env import Env, Outcome, check_options, find_env
 from megastep.rollout.generation import Sampling
 from megastep.rollout.renderer import Renderer, load_tokenizer
 from megastep.samples import store

@@ -9,8 +9,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megastep.models.architecture import ArchitectureError, parse_architecture, read_architecture
-from megastep.config import Config, ConfigError, load, to_yaml
+from megastep.errors import ArchitectureError, ConfigError
+from megastep.models.architecture import parse_architecture, read_architecture
+from megastep.config import Config, load, to_yaml
 from megastep.config.paths import absolute
 from tests.bad_input.harness import CONFIG, check_lines, time_limit
 from tests.bad_input.test_config import leaves

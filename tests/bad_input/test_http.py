@@ -9,8 +9,9 @@ import socket
 import aiohttp
 import pytest
 
+from megastep.errors import CorpusError
 from megastep.envs import retrieval
-from megastep.envs.retrieval import Corpus, CorpusError, application, listening, read_corpus
+from megastep.envs.retrieval import Corpus, application, listening, read_corpus
 
 from .harness import check_lines, time_limit
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megastep.models.architecture import ArchitectureError, parse_architecture
+from megastep.errors import ArchitectureError
+from megastep.models.architecture import parse_architecture
 from megastep.config import load
 from tests.bad_input.harness import CONFIG, refused
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastep.errors import StoreError
 from megastep.config import load
 from megastep.samples import store
-from megastep.samples.store import COLUMNS, OPTIONAL, StoreError, read, write
+from megastep.samples.store import COLUMNS, OPTIONAL, read, write
 from megastep.trainer.loop import read_batches
 from megastep.types import Group, Step, Trajectory
 from tests.bad_input.harness import CONFIG, Accepted, check_lines, refused, run
@@ -262,7 +263,7 @@ FOREIGN = {
     "response_beyond": (dict(response_ids=np.array([5, 151_643], np.int32)), "response_ids holds the id 151643"),
     "expert_beyond": (dict(routing=np.where(ROUTING == 7, 100, ROUTING).astype(np.uint8)), "expert 100 recorded"),
     "expert_twice": (dict(routing=np.zeros_like(ROUTING)), "has one expert twice"),
-    "no_experts": (dict(routing=None), "no experts recorded, and replay.enabled needs them"),
+    "no_experts": (dict(routing=None), "no experts recorded, and routing_replay.enabled needs them"),
 }
 
 
@@ -286,12 +287,12 @@ def test_c14_experts_of_another_shape_end_in_one_line(tmp_path, shape):
 
 def test_c14_experts_do_not_matter_without_replay(tmp_path):
     write(tmp_path / "f", rollouts(routing=None))
-    accepted(tmp_path / "f", "replay.enabled=false")
+    accepted(tmp_path / "f", "routing_replay.enabled=false")
 
 
 def test_c14_steps_that_are_longer_than_a_micro_batch(tmp_path):
     write(tmp_path / "f", rollouts(prompt_ids=np.full(300, 5, np.int32), routing=None))
-    replay(tmp_path / "f", "train.micro_batch_tokens=200", "replay.enabled=false",
+    replay(tmp_path / "f", "train.micro_batch_tokens=200", "routing_replay.enabled=false",
            names="group 0, trajectory 0, step 0: 301 tokens in one path do not fit a micro-batch of 200; raise")
 
 
@@ -299,8 +300,8 @@ def test_c14_steps_that_are_longer_than_a_micro_batch(tmp_path):
 @pytest.mark.parametrize("estimator", ["grpo", "grpo_nostd", "rloo", "maxrl"])
 def test_a4_a_file_that_teaches_nothing(tmp_path, rewards, estimator):
     write(tmp_path / "f", rollouts(rewards))
-    line = replay(tmp_path / "f", f"credit.estimator={estimator}", names="nothing to learn from its 2 prompts")
-    assert f"under credit.estimator = {estimator} all of their advantages are 0" in line
+    line = replay(tmp_path / "f", f"advantage.estimator={estimator}", names="nothing to learn from its 2 prompts")
+    assert f"under advantage.estimator = {estimator} all of their advantages are 0" in line
 
 
 def test_a_file_without_a_trajectory_to_train_on(tmp_path):
@@ -319,18 +320,18 @@ def test_a4_prompts_that_teach_nothing_are_counted(tmp_path, capsys):
     write(tmp_path / "f", groups)
     assert len(read_batches(load(CONFIG, []), tmp_path / "f")) == 1
     told = capsys.readouterr().out
-    assert f"{tmp_path}/f: nothing is learned from 1 of 2 prompts: under credit.estimator = grpo" in told
+    assert f"{tmp_path}/f: nothing is learned from 1 of 2 prompts: under advantage.estimator = grpo" in told
 
 
 def test_rewards_that_the_estimator_refuses(tmp_path):
     write(tmp_path / "f", rollouts((1.0, -1.0)))
-    replay(tmp_path / "f", "credit.estimator=maxrl", names="maxrl: needs rewards of 0 or more, got -1.0")
+    replay(tmp_path / "f", "advantage.estimator=maxrl", names="maxrl: needs rewards of 0 or more, got -1.0")
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "grpo_nostd", "rloo", "maxrl", "step_returns", "gigpo"])
 def test_a4_one_sample_per_prompt_is_refused_by_train(estimator, tmp_path):
-    given = ("rollout.samples=1", f"credit.estimator={estimator}", "run.wandb=disabled", f"run.dir={tmp_path}")
-    (line,) = refused("train", CONFIG, *given, names="rollout.samples = 1")
+    given = ("rollout.samples_per_prompt=1", f"advantage.estimator={estimator}", "run.wandb=disabled", f"run.dir={tmp_path}")
+    (line,) = refused("train", CONFIG, *given, names="rollout.samples_per_prompt = 1")
     assert estimator in line and "must be 2 or more" in line
 
 

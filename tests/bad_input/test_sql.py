@@ -6,9 +6,9 @@ import sqlite3
 import numpy as np
 import pytest
 
+from megastep.errors import EnvError
 from megastep.envs import sql_data
 from megastep.envs.sql import SQL
-from megastep.rollout.env import EnvError
 
 NO_IDS = np.array([], np.int32)
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import megastep.trainer.loop  # noqa: F401  imported here, so that no case pays for it
+from megastep.errors import RenderError
 from megastep.rollout import renderer
-from megastep.rollout.renderer import Renderer, RenderError, load_tokenizer
+from megastep.rollout.renderer import Renderer, load_tokenizer
 
 from .harness import CONFIG, check_lines, refused
 

@@ -7,7 +7,8 @@ import shutil
 import numpy as np
 import pytest
 
-from megastep.checkpoint.manifest import CheckpointError, data_files, read_manifest, refuse_damaged
+from megastep.errors import CheckpointError
+from megastep.checkpoint.manifest import data_files, read_manifest, refuse_damaged
 from tests import cases
 from tests.payloads import plant
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import megastep
+from megastep.errors import ConfigError
 from megastep import cli
 from megastep.config import paths
-from megastep.config import Config, ConfigError, load, to_yaml
+from megastep.config import Config, load, to_yaml
 
 LOCAL = "configs/local.yaml"
 TINY = Path("configs/models/tiny-qwen3-moe/config.json")
@@ -157,11 +158,11 @@ def test_a_plan_needs_a_model_alone(tmp_path, capsys):
 
 def test_the_correction_follows_from_staleness():
     """S15: tokens of older policies are weighed by truncated importance, unless the config says otherwise."""
-    assert load(LOCAL).policy_loss.correction == "none"
-    assert load(LOCAL, ["async.max_staleness=1"]).policy_loss.correction == "truncate"
-    assert load(LOCAL, ["async.max_staleness=1", "loss.correction=mask"]).policy_loss.correction == "mask"
-    (line,) = problems("async.max_staleness=1", "loss.kind=reinforce", "loss.old=rollout")
-    assert line.startswith("async.max_staleness = 1.0: loss.kind = reinforce has no ratio that would correct")
+    assert load(LOCAL).policy_loss.importance_sampling.mode == "none"
+    assert load(LOCAL, ["async.max_staleness=1"]).policy_loss.importance_sampling.mode == "truncate"
+    assert load(LOCAL, ["async.max_staleness=1", "loss.importance_sampling.mode=mask"]).policy_loss.importance_sampling.mode == "mask"
+    (line,) = problems("async.max_staleness=1", "loss.type=reinforce", "loss.old_logprobs=rollout")
+    assert line.startswith("async.max_staleness = 1.0: loss.type = reinforce has no ratio that would correct")
 
 
 def test_shared_gpus_cannot_work_ahead():
@@ -189,7 +190,7 @@ def test_shared_gpus_cannot_work_ahead():
         ("async.max_staleness=-1", "async.max_staleness = -1.0: must not be negative"),
         ("async.max_stale=1", "async.max_stale: unknown key; did you mean async.max_staleness?"),
         ("train.mini_batch_prompts=0", "train.mini_batch_prompts = 0: must be 1 or more"),
-        ("credit.discount=2", "credit.discount = 2.0: must lie in 0 to 1"),
+        ("advantage.gamma=2", "advantage.gamma = 2.0: must lie in 0 to 1"),
         ("warm_start.trajectories=-1", "warm_start.trajectories = -1: must not be negative"),
         ("policy.parallel.tensor=3", "policy.parallel.tensor = 3: does not divide the model's 4 attention heads"),
         ("policy.parallel.tensor=4", "policy.parallel.tensor = 4: does not divide the model's 2 key/value heads"),
@@ -202,21 +203,21 @@ def test_shared_gpus_cannot_work_ahead():
         ("train.micro_batch_tokens=31", "train.micro_batch_tokens = 31: must hold the longest model call, 129 tokens"),
         ("policy.recompute=[full,moe]", "policy.recompute = ['full', 'moe']: full already covers everything"),
         ("policy.recompute=[all]", "policy.recompute = ['all']: must be a list of full, core_attn"),
-        ("optimizer.offload_fraction=0.5", "optimizer.offload_fraction = 0.5: there is no GPU here to take it from"),
-        ("optimizer.offload_fraction=1", "optimizer.offload_fraction = 1.0: Megatron could not load its checkpoints"),
-        ("policy.offload_layers=-1", "policy.offload_layers = -1: must not be negative"),
-        ("loss.kind=ppo", "loss.kind = ppo: must be one of ppo_clip, gspo, cispo, reinforce, nll"),
+        ("optimizer.cpu_offload_fraction=0.5", "optimizer.cpu_offload_fraction = 0.5: there is no GPU here to take it from"),
+        ("optimizer.cpu_offload_fraction=1", "optimizer.cpu_offload_fraction = 1.0: Megatron could not load its checkpoints"),
+        ("policy.activation_offload_layers=-1", "policy.activation_offload_layers = -1: must not be negative"),
+        ("loss.type=ppo", "loss.type = ppo: must be one of ppo_clip, gspo, cispo, reinforce, nll"),
         ("loss.dual_clip=0.5", "loss.dual_clip = 0.5: must be more than 1"),
         ("loss.clip_low=1.2", "loss.clip_low = 1.2: must lie in 0 to 1"),
         ("loss.clip_low=-0.1", "loss.clip_low = -0.1: must lie in 0 to 1"),
         ("loss.clip_high=-0.1", "loss.clip_high = -0.1: must not be negative"),
-        ("loss.correction_low=3", "loss.correction_low = 3.0: must be less than loss.correction_high = 2.0"),
-        ("replay.min_agreement=2", "replay.min_agreement = 2.0: must lie in 0 to 1"),
-        ("samples.layout=tree", "samples.layout = tree: must be one of trie, merge, flat"),
-        ("engine.count=0", "engine.count = 0: must be 1 or more"),
-        ("engine.tensor=3", "engine.tensor = 3: does not divide the model's 4 attention heads"),
+        ("loss.importance_sampling.low=3", "loss.importance_sampling.low = 3.0: must be less than loss.importance_sampling.high = 2.0"),
+        ("routing_replay.min_agreement=2", "routing_replay.min_agreement = 2.0: must lie in 0 to 1"),
+        ("train.pack_layout=tree", "train.pack_layout = tree: must be one of trie, merge, flat"),
+        ("engine.num_engines=0", "engine.num_engines = 0: must be 1 or more"),
+        ("engine.tensor_parallel=3", "engine.tensor_parallel = 3: does not divide the model's 4 attention heads"),
         ("engine.max_model_len=513", "engine.max_model_len = 513: must be from 2 to the model's 512 positions"),
-        ("engine.gpu_memory=1.5", "engine.gpu_memory = 1.5: must lie between 0 and 1"),
+        ("engine.gpu_memory_utilization=1.5", "engine.gpu_memory_utilization = 1.5: must lie between 0 and 1"),
         ("engine.request_timeout_s=0", "engine.request_timeout_s = 0: must be more than 0"),
         ("sync.backend=disk", "sync.backend = disk: must be one of auto, shm, nccl, ipc"),
         ("sync.backend=ipc", "sync.backend = ipc: hands over memory of a shared GPU; needs cluster.colocate=true"),
@@ -224,7 +225,7 @@ def test_shared_gpus_cannot_work_ahead():
         ("model.path=nowhere", "model.path: nowhere: no such folder"),
         ("rollout.mode=text", "rollout.mode = text: must be one of tokens, chat"),
         ("rollout.top_p=0", "rollout.top_p = 0.0: must lie in (0, 1]"),
-        ("eval.samples=0", "eval.samples = 0: must be 1 or more"),
+        ("eval.samples_per_prompt=0", "eval.samples_per_prompt = 0: must be 1 or more"),
         ("rollout.env_timeout_s=0", "rollout.env_timeout_s = 0.0: must be more than 0"),
         ("rollout.max_response_tokens=1", "rollout.max_response_tokens = 1: must be 2 or more"),
         ("rollout.max_response_tokens=512", "rollout.max_response_tokens = 512: engine.max_model_len is 256"),
@@ -282,8 +283,8 @@ def test_another_machine_may_have_more(monkeypatch):
 
 
 def test_colocated_engines_need_the_places_of_ranks():
-    found = problems("cluster.colocate=true", "engine.count=3")
-    assert found == ["engine.count = 3: engines need count × tensor = 3 places, cluster.colocate=true offers them "
+    found = problems("cluster.colocate=true", "engine.num_engines=3")
+    assert found == ["engine.num_engines = 3: engines need count × tensor = 3 places, cluster.colocate=true offers them "
                      "the 2 of the policy's ranks"]
 
 
@@ -347,7 +348,7 @@ def test_exit_code_2_without_traceback_or_process(capsys, monkeypatch):
 def test_overrides_may_follow_an_option(capsys):
     assert cli.main(["rollout", LOCAL, "rollout.sample=1", "--out", "x", "rollout.prompt=1"]) == 2
     errors = capsys.readouterr().err
-    assert "did you mean rollout.samples?" in errors and "did you mean rollout.prompts?" in errors
+    assert "did you mean rollout.samples_per_prompt?" in errors and "did you mean rollout.prompts?" in errors
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", LOCAL, "--fast", "train.steps=1"])
     assert ended.value.code == 2 and "unrecognized arguments: --fast" in capsys.readouterr().err

@@ -11,9 +11,9 @@ LOCAL = "configs/local.yaml"
 @pytest.mark.parametrize("kind, low, high", [("ppo_clip", 0.2, 0.2), ("gspo", 3e-4, 4e-4), ("cispo", 1.0, 4.0)])
 def test_clip_bounds_follow_from_the_loss_unless_they_are_given(kind, low, high):
     """A13"""
-    loss = load(LOCAL, [f"loss.kind={kind}"]).policy_loss
+    loss = load(LOCAL, [f"loss.type={kind}"]).policy_loss
     assert (loss.clip_low, loss.clip_high) == (low, high)
-    loss = load(LOCAL, [f"loss.kind={kind}", "loss.clip_low=0.3", "loss.clip_high=0.5"]).policy_loss
+    loss = load(LOCAL, [f"loss.type={kind}", "loss.clip_low=0.3", "loss.clip_high=0.5"]).policy_loss
     assert (loss.clip_low, loss.clip_high) == (0.3, 0.5)
 
 
@@ -21,12 +21,12 @@ SEVERAL, ONE = "train.mini_batch_prompts=8", "train.mini_batch_prompts=16"
 
 
 @pytest.mark.parametrize("given, start, why", [
-    (["loss.kind=gspo"], "loss.normalize = token: ", "one ratio per model call"),
-    (["loss.kind=gspo", "loss.normalize=step"], None, None),
-    (["loss.kind=ppo_clip", SEVERAL], None, None),
-    (["loss.kind=reinforce", SEVERAL], "train.mini_batch_prompts = 8: ",
-     "use train.mini_batch_prompts = 16, or loss.kind = ppo_clip"),
-    (["loss.kind=reinforce", ONE], None, None),
+    (["loss.type=gspo"], "loss.reduction = token: ", "one ratio per model call"),
+    (["loss.type=gspo", "loss.reduction=step"], None, None),
+    (["loss.type=ppo_clip", SEVERAL], None, None),
+    (["loss.type=reinforce", SEVERAL], "train.mini_batch_prompts = 8: ",
+     "use train.mini_batch_prompts = 16, or loss.type = ppo_clip"),
+    (["loss.type=reinforce", ONE], None, None),
 ])
 def test_what_is_accepted_and_rarely_meant_is_a_warning(given, start, why):
     """A13: one line at the start of `train`, which goes on."""

@@ -11,7 +11,7 @@ import pytest
 from megastep.envs.chase import Chase, demonstrations, target
 from megastep.envs.guess import Guess
 from megastep.rollout.renderer import Renderer
-from megastep.types import validate
+from megastep.samples.validation import validate
 
 FOLDER = "configs/models/chase"
 ROW = {"table": [3, 0, 1, 2] + list(range(4, 16)), "hops": 2, "key": 0}

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from megastep.errors import CorpusError, EnvError
 from megastep.envs import search_data
-from megastep.envs.retrieval import CorpusError, application, listening, read_corpus
+from megastep.envs.retrieval import application, listening, read_corpus
 from megastep.envs.search import Search, plain
 from megastep.rollout.data import read_rows
-from megastep.rollout.env import EnvError
 
 NO_IDS = np.array([], np.int32)
 

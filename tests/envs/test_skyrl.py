@@ -6,10 +6,11 @@ import shutil
 import numpy as np
 import pytest
 
+from megastep.errors import EnvError
 from megastep.envs import search_data, sql_data
 from megastep.envs.retrieval import application, listening, read_corpus
 from megastep.envs.skyrl import SkyRL
-from megastep.rollout.env import EnvError, check_options, find_env
+from megastep.rollout.env import check_options, find_env
 
 NO_IDS = np.array([], np.int32)
 PROMPT = [{"role": "user", "content": "What does the first product cost?"}]

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megastep.errors import EnvError
 from megastep.envs import sql_data, sql_pool, sql_worker
 from megastep.envs.sql import SQL, QueryError, run_query, same_rows
 from megastep.rollout.data import read_rows
-from megastep.rollout.env import EnvError
 from tests.processes import alive, descendants
 
 NO_IDS = np.array([], np.int32)

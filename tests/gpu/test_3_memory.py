@@ -51,7 +51,7 @@ def test_x8_an_offloaded_optimizer_leaves_nothing_on_the_gpu(models):
     from tests import cases, ranks
 
     folder, _ = models("qwen3_yarn", **BIG)
-    settings = {"policy.precision": "bf16", "optimizer.offload_fraction": 1.0}
+    settings = {"policy.precision": "bf16", "optimizer.cpu_offload_fraction": 1.0}
     ranks.current = (0, 1, "127.0.0.1:29534")
     before = torch.cuda.memory_allocated()
     try:

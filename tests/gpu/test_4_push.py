@@ -15,7 +15,7 @@ def config_for(folder, colocate: bool) -> Config:
     config = Config()
     config.model.path = str(folder)
     config.engine.max_model_len, config.engine.max_sequences = 64, 4
-    config.engine.gpu_memory = 0.3
+    config.engine.gpu_memory_utilization = 0.3
     config.cluster.colocate = colocate
     config.sync.verify = True
     return config

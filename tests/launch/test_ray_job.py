@@ -23,7 +23,7 @@ SCRIPT = str(ROOT / "launch" / "ray_job.sh")
 LOCAL = "configs/local.yaml"
 SMALL = (
     "run.wandb=offline", "policy.ranks=1", "policy.parallel.expert=1", "warm_start.trajectories=0", "rollout.prompts=2",
-    "rollout.samples=2", "train.mini_batch_prompts=2", "eval.prompts=2", "eval.samples=1", "optimizer.warmup_steps=0",
+    "rollout.samples_per_prompt=2", "train.mini_batch_prompts=2", "eval.prompts=2", "eval.samples_per_prompt=1", "optimizer.warmup_steps=0",
 )
 PASSED_ON = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
@@ -219,7 +219,7 @@ def test_d5_the_manifest_trains_with_a_config_that_loads(manifest):
     loaded = load(config, [*overrides, "model.path=configs/models/qwen3-30b-a3b"])
     group = manifest[1]["rayClusterSpec"]["workerGroupSpecs"][0]
     gpus = group["replicas"] * int(group["rayStartParams"]["num-gpus"])
-    assert loaded.policy.ranks == gpus == loaded.engine.count * loaded.engine.tensor == 16
+    assert loaded.policy.ranks == gpus == loaded.engine.num_engines * loaded.engine.tensor_parallel == 16
     assert loaded.cluster.colocate and loaded.run.name and loaded.checkpoint.every_steps > 0
     assert not make_plan(loaded).troubles()
 

@@ -23,8 +23,8 @@ STEPS = 8
 # A node has one CPU and a process takes one, so that the rank and the engine are on different nodes.
 TINY = (
     "cluster.cpus_per_process=1", "run.wandb=disabled", "warm_start.trajectories=0", "optimizer.warmup_steps=0",
-    f"train.steps={STEPS}", "train.mini_batch_prompts=2", "rollout.prompts=2", "rollout.samples=2", "eval.prompts=2",
-    "eval.samples=1", "checkpoint.every_steps=3",
+    f"train.steps={STEPS}", "train.mini_batch_prompts=2", "rollout.prompts=2", "rollout.samples_per_prompt=2", "eval.prompts=2",
+    "eval.samples_per_prompt=1", "checkpoint.every_steps=3",
 )
 
 

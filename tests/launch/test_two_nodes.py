@@ -15,7 +15,7 @@ from tests.processes import alive, wait_for
 CPUS = (2, 2)
 SMALL = (
     "run.wandb=disabled", "cluster.cpus_per_process=1", "cluster.colocate=true", "warm_start.trajectories=0",
-    "rollout.prompts=2", "rollout.samples=2", "train.mini_batch_prompts=2", "eval.prompts=2", "eval.samples=1",
+    "rollout.prompts=2", "rollout.samples_per_prompt=2", "train.mini_batch_prompts=2", "eval.prompts=2", "eval.samples_per_prompt=1",
     "optimizer.warmup_steps=0", "checkpoint.every_steps=1",
 )
 LOST_WITHIN_S = 90  # Ray takes 15 seconds to call a node dead; the machine may be busy
@@ -161,7 +161,7 @@ def test_d3_the_cluster_that_was_there_stays_and_is_free_again(cluster, trained)
 def test_d5_a_lost_node_ends_the_run_with_a_line(cluster, tmp_path):
     """The last test of this cluster. Lost are a rank and the only engine, in the middle of a rollout: nobody waits for
     an engine that could come back only to a policy that is not whole."""
-    process = begin(cluster, tmp_path, "lost", "train.steps=1000", "rollout.prompts=16", "rollout.samples=16")
+    process = begin(cluster, tmp_path, "lost", "train.steps=1000", "rollout.prompts=16", "rollout.samples_per_prompt=16")
     checkpoints = tmp_path / "lost" / "checkpoints"
     try:
         wait_for(lambda: (checkpoints / "step_1").exists() or process.poll() is not None, 200)

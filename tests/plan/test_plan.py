@@ -120,7 +120,7 @@ def big() -> Config:
     config.model.path = "configs/models/qwen3-30b-a3b"
     config.policy.ranks, config.policy.precision = 16, "bf16"
     config.policy.parallel = ParallelConfig(pipeline=2, expert=8)
-    config.engine.tensor, config.engine.count, config.engine.max_model_len = 2, 8, 16384
+    config.engine.tensor_parallel, config.engine.num_engines, config.engine.max_model_len = 2, 8, 16384
     config.rollout.max_response_tokens = 4096
     config.cluster.colocate = True
     return config
@@ -128,7 +128,7 @@ def big() -> Config:
 
 def test_x8_counts_of_a_batch():
     config = big()
-    config.rollout.prompts, config.rollout.samples = 64, 8
+    config.rollout.prompts, config.rollout.samples_per_prompt = 64, 8
     plan = make_plan(config, trajectory_tokens=10_000)
     assert plan.parameters == 30_532_122_624  # as Hugging Face counts Qwen3-30B-A3B
     assert plan.sync_bytes == 2 * plan.parameters
@@ -152,7 +152,7 @@ def test_x8_more_gpus_are_suggested_only_where_nothing_else_helps():
     config = big()
     config.model.path = "configs/models/qwen3-32b"
     config.policy.ranks, config.policy.parallel = 2, ParallelConfig()
-    config.engine.count, config.engine.tensor = 1, 2
+    config.engine.num_engines, config.engine.tensor_parallel = 1, 2
     config.cluster.colocate = False
     change, fitting = suggest(config, 79.6, None)
     assert change["policy.ranks"] > 2 and not fitting.troubles()
@@ -166,9 +166,9 @@ def test_x8_the_users_own_sizes_are_among_those_that_are_tried():
 
 
 def test_x8_engines_that_do_not_fit_get_more_gpus_each():
-    config = load("configs/h100/qwen3-32b.yaml", ["engine.tensor=1", "engine.count=8"], has_cuda=True)
+    config = load("configs/h100/qwen3-32b.yaml", ["engine.tensor_parallel=1", "engine.num_engines=8"], has_cuda=True)
     change, fitting = suggest(config, 79.6, None)
-    assert change == {"engine.tensor": 2, "engine.count": 4} and not fitting.troubles()
+    assert change == {"engine.tensor_parallel": 2, "engine.num_engines": 4} and not fitting.troubles()
 
 
 def test_x8_uneven_stages_have_fewer_layers_at_the_ends():
@@ -184,9 +184,9 @@ def test_x8_virtual_stages_are_split_too():
 
 
 @pytest.mark.parametrize("change, trouble", [
-    (("engine.gpu_memory", 0.95), "rollout on stage"),
-    (("engine.tensor", 1), "engine: keys and values of one call"),
-    (("optimizer.offload_fraction", 1.0), None),
+    (("engine.gpu_memory_utilization", 0.95), "rollout on stage"),
+    (("engine.tensor_parallel", 1), "engine: keys and values of one call"),
+    (("optimizer.cpu_offload_fraction", 1.0), None),
 ])
 def test_x8_rollout_and_engine_have_to_fit_too(change, trouble):
     config = big()
@@ -208,7 +208,7 @@ def test_x8_half_an_optimizer_stays_on_the_gpu_during_rollouts():
     """Megatron's hybrid optimizer cannot let go of the GPU's part; a whole one is moved away."""
     config = big()
     whole = make_plan(config)
-    config.optimizer.offload_fraction = 0.5
+    config.optimizer.cpu_offload_fraction = 0.5
     half, (stage, *_) = make_plan(config), whole.stages
     assert half.rolling_out(half.stages[0]) - whole.rolling_out(stage) == stage.share.optimizer // 2
     assert half.stages[0].host == stage.share.owned * 16 // 2
@@ -218,7 +218,7 @@ def test_x8_activations_that_are_offloaded_are_in_cpu_memory():
     config = big()
     config.policy.parallel = ParallelConfig(expert=8)
     (before,) = make_plan(config).stages
-    config.policy.offload_layers = 12
+    config.policy.activation_offload_layers = 12
     (after,) = make_plan(config).stages
     assert before.kept - after.kept == pytest.approx(before.kept / 4)
     assert after.host - before.host == pytest.approx(before.kept - after.kept, abs=1)
@@ -229,7 +229,7 @@ def test_x8_activations_that_are_offloaded_are_in_cpu_memory():
 def test_x8_micro_batches_are_counted_as_they_are_packed(samples, tokens, ranks, virtual):
     """Trajectories of one length that share nothing, through the packing itself."""
     config = big()
-    config.rollout.prompts, config.rollout.samples, config.train.micro_batch_tokens = 7, samples, 16
+    config.rollout.prompts, config.rollout.samples_per_prompt, config.train.micro_batch_tokens = 7, samples, 16
     config.policy.ranks, config.policy.parallel = 2 * ranks, ParallelConfig(pipeline=2, virtual=virtual)
     steps = iter(range(10**6))
     made = [Sample(step(0, row[:1], row[1:]), group, trajectory, advantage=1.0, weight=1e-3)
@@ -242,7 +242,7 @@ def test_x8_micro_batches_are_counted_as_they_are_packed(samples, tokens, ranks,
 def test_x8_a_kl_counts_the_weights_twice():
     config = big()
     config.policy.recompute = ["full"]
-    config.loss.kl = 0.01
+    config.loss.kl_coef = 0.01
     stage = make_plan(config).stages[0]
     assert stage.activations >= stage.share.weights and stage.host >= stage.share.weights + stage.share.optimizer
 
@@ -278,8 +278,8 @@ def test_x8_what_is_suggested_can_be_given_back(layers, pipeline, split, change,
                   head_dim=128, intermediate_size=5632)  # heads that tensor parallelism cannot split
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({
-        "model": {"path": str(write_model(tmp_path, shape.hf))}, "engine": {"max_model_len": 512, "gpu_memory": 0.9},
-        "optimizer": {"offload_fraction": 1.0}, "train": {"micro_batch_tokens": 512},
+        "model": {"path": str(write_model(tmp_path, shape.hf))}, "engine": {"max_model_len": 512, "gpu_memory_utilization": 0.9},
+        "optimizer": {"cpu_offload_fraction": 1.0}, "train": {"micro_batch_tokens": 512},
         "policy": {"ranks": 4, "precision": "bf16", "recompute": ["full"],
                    "parallel": {"pipeline": pipeline, "layers_per_stage": split}},
     }))
@@ -300,7 +300,7 @@ def test_x8_impossible_numbers_are_refused(argument, capsys):
 
 
 def test_x8_what_needs_a_gpu_can_be_planned_without_one(capsys):
-    settings = ["policy.parallel.context=2", "samples.layout=merge", "policy.recompute=[moe_act]", "policy.ranks=2",
+    settings = ["policy.parallel.context=2", "train.pack_layout=merge", "policy.recompute=[moe_act]", "policy.ranks=2",
                 "policy.parallel.expert=1"]
     assert cli.main(["plan", "configs/local.yaml", *settings]) == 0
     assert cli.main(["plan", "configs/local.yaml", "policy.parallel.tensor=3"]) == 2

@@ -49,7 +49,7 @@ def test_tokens_meet_their_rotary_frequencies(size):
 def test_a_branching_micro_batch_is_refused():
     trie = batch("trie")
     assert trie.branches
-    with pytest.raises(ValueError, match="samples.layout"):
+    with pytest.raises(ValueError, match="train.pack_layout"):
         spread(trie, 0, 2, 1)
 
 
@@ -59,4 +59,4 @@ def test_validation_refuses_it_for_tries_and_without_cuda():
     config.policy.ranks = config.policy.parallel.context = 2
     problems = [p for p in validate(config) if p.startswith("policy.parallel.context")]
     assert len(problems) == (1 if torch.cuda.is_available() else 2)
-    assert "samples.layout = merge or flat" in problems[0]
+    assert "train.pack_layout = merge or flat" in problems[0]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megastep.config import Config, LossConfig
+from megastep.config import ImportanceSamplingConfig as IS
 from megastep.policy.loss import KL_MAX, MAXIMA, SUMS, means, policy_loss, rows_on
 from megastep.types import LossTable
 
@@ -38,50 +39,50 @@ def run(config: LossConfig, loss: LossTable, x: torch.Tensor, entropy=None):
 def expected(config: LossConfig, loss: LossTable, x: np.ndarray) -> float:
     """The formulas of loss.py's docstring, one row at a time."""
     config = Config(loss=config).policy_loss
-    old = loss.rollout_logprob if config.old == "rollout" else loss.old_logprob
+    old = loss.rollout_logprob if config.old_logprobs == "rollout" else loss.old_logprob
     total = 0.0
     for i in range(N):
         mine = loss.step == loss.step[i]
         ratio = math.exp(x[i] - old[i])
-        if config.kind == "gspo":
+        if config.type == "gspo":
             ratio = math.exp(np.mean(x[mine] - old[mine]))
         a, bounded = float(loss.advantage[i]), ratio
-        if config.kind in ("ppo_clip", "gspo", "cispo"):
+        if config.type in ("ppo_clip", "gspo", "cispo"):
             bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-        term = {"reinforce": -a * x[i], "nll": -x[i], "cispo": -bounded * a * x[i]}.get(config.kind)
+        term = {"reinforce": -a * x[i], "nll": -x[i], "cispo": -bounded * a * x[i]}.get(config.type)
         if term is None:
             term = -min(ratio * a, bounded * a)
             if config.dual_clip and a < 0:
                 term = min(term, -config.dual_clip * a)
         gap = old - loss.rollout_logprob
-        importance = math.exp(gap[mine].sum() if config.correction_level == "step" else gap[i])
-        if config.correction == "truncate":
-            term *= min(importance, config.correction_high)
-        elif config.correction == "mask":
-            term *= config.correction_low <= importance <= config.correction_high
+        importance = math.exp(gap[mine].sum() if config.importance_sampling.level == "step" else gap[i])
+        if config.importance_sampling.mode == "truncate":
+            term *= min(importance, config.importance_sampling.high)
+        elif config.importance_sampling.mode == "mask":
+            term *= config.importance_sampling.low <= importance <= config.importance_sampling.high
         d = loss.ref_logprob[i] - x[i]
-        term += config.kl * min(math.exp(d) - d - 1 if config.kl_estimate == "k3" else d * d / 2, 10)
-        total += loss.weight[i] * (term - config.entropy * 1.5)
+        term += config.kl_coef * min(math.exp(d) - d - 1 if config.kl_estimator == "k3" else d * d / 2, 10)
+        total += loss.weight[i] * (term - config.entropy_coef * 1.5)
     return total
 
 
 @pytest.mark.parametrize("settings", [
-    dict(kind="ppo_clip"),
-    dict(kind="ppo_clip", clip_low=0.1, clip_high=0.4),
-    dict(kind="ppo_clip", dual_clip=1.5),
-    dict(kind="ppo_clip", old="rollout"),
-    dict(kind="gspo", clip_low=0.05, clip_high=0.05),
-    dict(kind="cispo", clip_high=0.3),
-    dict(kind="cispo", clip_low=0.2, clip_high=0.3),
-    dict(kind="reinforce"),
-    dict(kind="nll"),
-    dict(kind="ppo_clip", kl=0.1),
-    dict(kind="reinforce", kl=0.1, kl_estimate="k2"),
-    dict(kind="reinforce", entropy=0.2),
-    dict(kind="ppo_clip", correction="truncate", correction_high=1.2),
-    dict(kind="ppo_clip", correction="truncate", correction_level="step", correction_high=1.2),
-    dict(kind="reinforce", correction="mask", correction_low=0.8, correction_high=1.2),
-    dict(kind="reinforce", correction="mask", correction_level="step", correction_low=0.2, correction_high=5.0),
+    dict(type="ppo_clip"),
+    dict(type="ppo_clip", clip_low=0.1, clip_high=0.4),
+    dict(type="ppo_clip", dual_clip=1.5),
+    dict(type="ppo_clip", old_logprobs="rollout"),
+    dict(type="gspo", clip_low=0.05, clip_high=0.05),
+    dict(type="cispo", clip_high=0.3),
+    dict(type="cispo", clip_low=0.2, clip_high=0.3),
+    dict(type="reinforce"),
+    dict(type="nll"),
+    dict(type="ppo_clip", kl_coef=0.1),
+    dict(type="reinforce", kl_coef=0.1, kl_estimator="k2"),
+    dict(type="reinforce", entropy_coef=0.2),
+    dict(type="ppo_clip", importance_sampling=IS(mode="truncate", high=1.2)),
+    dict(type="ppo_clip", importance_sampling=IS(mode="truncate", level="step", high=1.2)),
+    dict(type="reinforce", importance_sampling=IS(mode="mask", low=0.8, high=1.2)),
+    dict(type="reinforce", importance_sampling=IS(mode="mask", level="step", low=0.2, high=5.0)),
 ], ids=lambda s: "-".join(map(str, s.values())))
 def test_formulas(settings):
     config, loss, x = LossConfig(**settings), table(), logprobs()
@@ -92,7 +93,7 @@ def test_formulas(settings):
 @pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "cispo", "reinforce", "nll"])
 def test_cutting_rows_between_steps_changes_nothing(kind):
     """X4: loss, gradient and metrics of the parts add up, wherever steps are parted."""
-    config = LossConfig(kind=kind, kl=0.1, correction="truncate", correction_level="step")
+    config = LossConfig(type=kind, kl_coef=0.1, importance_sampling=IS(mode="truncate", level="step"))
     loss = table()
     whole_x, parts_x = logprobs(), logprobs()
     whole, account = run(config, loss, whole_x)
@@ -113,7 +114,7 @@ def test_gspo_has_the_gradient_of_the_sequence_ratio():
     loss.advantage[:] = np.repeat(loss.advantage[:4], N // 4)
     loss.weight[:] = 1 / N
     ours, plain = logprobs(), logprobs()
-    run(LossConfig(kind="gspo", clip_low=0.99, clip_high=99.0), loss, ours)[0].backward()
+    run(LossConfig(type="gspo", clip_low=0.99, clip_high=99.0), loss, ours)[0].backward()
     old = torch.from_numpy(loss.old_logprob)
     for s in range(4):
         rows = slice(s * N // 4, (s + 1) * N // 4)
@@ -128,7 +129,7 @@ def test_a_filler_is_inert():
     filler.group[:] = filler.trajectory[:] = filler.step[:] = -1
     filler.rollout_logprob[:] = filler.old_logprob[:] = 0
     for kind in ("ppo_clip", "gspo", "cispo", "reinforce", "nll"):
-        config = LossConfig(kind=kind)
+        config = LossConfig(type=kind)
         x = torch.full((1,), -300.0, requires_grad=True)
         found, account = run(config, filler, x)
         found.backward()
@@ -146,7 +147,7 @@ def test_clip_bounds_that_are_not_given_are_those_of_the_loss(kind, low, high):
             if ratio <= 0:
                 continue
             for advantage in (1.0, -1.0):  # the clipped surrogate is bounded above for one, below for the other
-                factor = factor_of(LossConfig(kind=kind, **given), ratio, advantage)
+                factor = factor_of(LossConfig(type=kind, **given), ratio, advantage)
                 bounded = min(max(ratio, lower), upper)
                 if kind != "cispo" and advantage * ratio < advantage * bounded:
                     bounded = ratio  # the pessimistic side of the surrogate
@@ -159,7 +160,7 @@ def factor_of(config: LossConfig, ratio: float, advantage: float) -> float:
     loss.weight[:], loss.advantage[:], loss.old_logprob[:] = 1.0, advantage, -3.0
     x = torch.tensor([-3.0 + math.log(ratio)], dtype=torch.float64, requires_grad=True)
     found, _ = run(config, loss, x)
-    return -found.item() / advantage / (x.item() if config.kind == "cispo" else 1.0)
+    return -found.item() / advantage / (x.item() if config.type == "cispo" else 1.0)
 
 
 @pytest.mark.parametrize("estimate, d, clamped", [
@@ -172,7 +173,7 @@ def test_the_kl_estimate_is_bounded_and_the_bound_is_counted(estimate, d, clampe
     loss.advantage[:] = 0
     loss.ref_logprob[:] = x.detach().numpy()
     loss.ref_logprob[3] += d
-    found, account = run(LossConfig(kind="reinforce", kl=0.5, kl_estimate=estimate), loss, x)
+    found, account = run(LossConfig(type="reinforce", kl_coef=0.5, kl_estimator=estimate), loss, x)
     found.backward()
     value = math.exp(d) - d - 1 if estimate == "k3" else d * d / 2
     assert found.item() == pytest.approx(0.5 * loss.weight[3] * min(value, KL_MAX), rel=1e-3)
@@ -185,10 +186,10 @@ def test_the_kl_estimate_is_bounded_and_the_bound_is_counted(estimate, d, clampe
 def test_one_outlier_does_not_own_the_clipped_gradient():
     """A8: a token that the reference finds e^15 times likelier leaves the direction of the update to the others."""
     loss, x = table(), logprobs()
-    without, _ = run(LossConfig(kind="reinforce", kl=0.1), loss, x)
+    without, _ = run(LossConfig(type="reinforce", kl_coef=0.1), loss, x)
     (before,) = torch.autograd.grad(without, x)
     loss.ref_logprob[3] = x[3].item() + 15
-    outlier, _ = run(LossConfig(kind="reinforce", kl=0.1), loss, x)
+    outlier, _ = run(LossConfig(type="reinforce", kl_coef=0.1), loss, x)
     (after,) = torch.autograd.grad(outlier, x)
     clipped = after / max(after.norm().item(), 1.0)
     others = np.arange(N) != 3
@@ -199,7 +200,7 @@ def test_one_outlier_does_not_own_the_clipped_gradient():
 def test_without_old_logprobs_the_ratio_is_one_and_its_gradient_is_not():
     loss, x = table(), logprobs()
     loss.old_logprob = None
-    found, account = run(LossConfig(kind="ppo_clip"), loss, x)
+    found, account = run(LossConfig(type="ppo_clip"), loss, x)
     found.backward()
     assert found.item() == pytest.approx(-(loss.weight * loss.advantage).sum(), rel=1e-5)
     torch.testing.assert_close(x.grad, torch.from_numpy(-loss.weight * loss.advantage))
@@ -207,11 +208,11 @@ def test_without_old_logprobs_the_ratio_is_one_and_its_gradient_is_not():
 
 
 @pytest.mark.parametrize("settings, change", [
-    (dict(kind="ppo_clip", old="rollout"), dict(advantage=1.0)),
-    (dict(kind="ppo_clip", old="rollout", dual_clip=3.0), dict(advantage=-1.0)),
-    (dict(kind="ppo_clip", old="rollout"), dict(weight=0.0)),
-    (dict(kind="reinforce", correction="mask"), dict(old_logprob=200.0)),
-    (dict(kind="reinforce", kl=0.1), dict(ref_logprob=200.0)),
+    (dict(type="ppo_clip", old_logprobs="rollout"), dict(advantage=1.0)),
+    (dict(type="ppo_clip", old_logprobs="rollout", dual_clip=3.0), dict(advantage=-1.0)),
+    (dict(type="ppo_clip", old_logprobs="rollout"), dict(weight=0.0)),
+    (dict(type="reinforce", importance_sampling=IS(mode="mask")), dict(old_logprob=200.0)),
+    (dict(type="reinforce", kl_coef=0.1), dict(ref_logprob=200.0)),
 ], ids=["clipped", "dual_clip", "weight_0", "masked", "kl"])
 def test_a_far_off_row_does_not_spoil_the_others(settings, change):
     loss, x = table(), logprobs()
@@ -225,7 +226,7 @@ def test_a_far_off_row_does_not_spoil_the_others(settings, change):
 
 def test_mismatch_is_the_trainers_own_where_the_rollout_counts_as_old():
     loss, x = table(), logprobs()
-    _, account = run(LossConfig(kind="ppo_clip", old="rollout"), loss, x)
+    _, account = run(LossConfig(type="ppo_clip", old_logprobs="rollout"), loss, x)
     gap = np.abs(x.detach().numpy() - loss.rollout_logprob)
     assert account.maxima[MAXIMA.index("mismatch_max_abs")] == pytest.approx(gap.max(), rel=1e-5)
 
@@ -233,14 +234,14 @@ def test_mismatch_is_the_trainers_own_where_the_rollout_counts_as_old():
 def test_a_bad_number_is_found_by_row():
     loss, x = table(), logprobs()
     loss.advantage[7] = np.inf
-    _, account = run(LossConfig(kind="reinforce"), loss, x)
+    _, account = run(LossConfig(type="reinforce"), loss, x)
     assert account.bad.nonzero().flatten().tolist() == [7]
 
 
 def test_mismatch_metrics_are_those_of_the_rows_that_recorded_logprobs():
     loss, x = table(), logprobs()
     loss.rollout_logprob[3] = np.nan
-    config = LossConfig(kind="ppo_clip", correction="truncate")
+    config = LossConfig(type="ppo_clip", importance_sampling=IS(mode="truncate"))
     found, account = run(config, loss, x)
     assert math.isfinite(found.item())
     metrics = means(dict(zip(SUMS, account.sums.tolist())), dict(zip(MAXIMA, account.maxima.tolist())))

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megastep.policy.routing_replay import LayerReplay, ReplayError, replayed
-from megastep.types import ExpertShape, RolloutError, validate
+from megastep.errors import ReplayError, RolloutError
+from megastep.policy.routing_replay import LayerReplay, replayed
+from megastep.types import ExpertShape
+from megastep.samples.validation import validate
 from tests import cases
 from tests.policy.updates import (
     EXPERTS,
@@ -107,7 +109,7 @@ def test_shifted_routes_are_not_trained_on(ranks, models):
     error, unchanged, agreement = ranks(2).run(
         cases.shifted_then_right, folder=folder, layout=dict(expert=2), shifted=shifted, groups=groups
     )[0]
-    assert "the live routers agree with" in error and "replay.min_agreement" in error
+    assert "the live routers agree with" in error and "routing_replay.min_agreement" in error
     assert unchanged
     assert agreement > 0.9
 

@@ -96,7 +96,7 @@ def test_a10_a_mini_batch_without_a_trained_token_makes_no_step(ranks, models):
 
 
 def test_a10_mini_batches_that_are_masked_altogether_are_counted(ranks, models):
-    """With filters.over_long=mask: two mini-batches, of which both, none and one train."""
+    """With filters.truncated=mask: two mini-batches, of which both, none and one train."""
     folder, _ = models("llama")
     results = ranks(1).run(cases.learn_with_masked, folder=folder, masked=[[], [0, 1], [0]])[0]
     counted = [(m["train/empty_mini_batches"], m["train/optimizer_steps"], moved) for m, moved in results]

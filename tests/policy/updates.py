@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from megastep.samples import lay_out, make_samples
-from megastep.types import Group, Step, Trajectory, validate
+from megastep.types import Group, Step, Trajectory
+from megastep.samples.validation import validate
 from tests.models import VOCAB
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2

@@ -17,9 +17,10 @@ import yaml
 from hypothesis import given, settings
 from PIL import Image
 
+from megastep.errors import ReportError
 from megastep import cli, config
 from megastep.policy.loss import MAXIMA, SUMS, means
-from megastep.report.writing import MetricsLog, ReportError, read_metrics, write_report
+from megastep.report.writing import MetricsLog, read_metrics, write_report
 from megastep.rollout.renderer import load_tokenizer
 from megastep.samples import lay_out, make_samples, store
 from megastep.samples.filters import Dropped
@@ -427,7 +428,7 @@ def test_d7_tensorboard_has_the_same_numbers(tmp_path):
 WITHOUT_HELPER = """
 import os, signal, sys
 from pathlib import Path
-from megastep.report import MetricsLog
+from megastep.report.writing import MetricsLog
 from tests.processes import alive, descendants, wait_for
 
 with MetricsLog(Path(sys.argv[1]), 0, "offline", {}) as log:
@@ -480,7 +481,7 @@ def test_every_metric_of_a_rollout_and_its_layout_is_documented(tokenizers):
     for t in played[0].trajectories:
         for s in t.steps:
             s.routing, s.routing_start = np.zeros((len(s) - 1, 2, 2), np.uint8), 0
-    samples = make_samples(played, estimator="grpo", normalize="token")
+    samples = make_samples(played, estimator="grpo", reduction="token")
     batches, folded = lay_out(samples, ranks=1, budget_tokens=64)
     names = {*rollout_metrics(played), *evaluation_metrics(played), *filter_metrics([Dropped(0, 0, "x")], 2),
              *layout_metrics(folded, batches, 64)}

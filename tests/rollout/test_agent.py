@@ -13,7 +13,8 @@ from megastep.rollout.env import Env, Outcome
 from megastep.rollout.generation import Generation, Sampling
 from megastep.rollout.renderer import Renderer
 from megastep.samples.metrics import rollout_metrics
-from megastep.types import Group, validate
+from megastep.types import Group
+from megastep.samples.validation import validate
 
 from . import chats
 

@@ -6,12 +6,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from megastep.errors import DataError, EnvError
 from megastep.config import DataConfig
 from megastep.envs.chase import Chase
 from megastep.envs.guess import Guess
 from megastep.envs.sql import SQL
-from megastep.rollout.data import DataError, PromptStream, load_data, read_rows
-from megastep.rollout.env import EnvError
+from megastep.rollout.data import PromptStream, load_data, read_rows
 
 ROWS = [{"secret": i, "note": "x"} for i in range(10)]
 

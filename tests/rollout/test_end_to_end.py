@@ -25,8 +25,8 @@ QUESTION = "Which products cost more than 20?"
 LIMITS = {"rollout.max_response_tokens": 12, "rollout.max_turns": 6, "rollout.max_prompt_tokens": 740}
 PROMPTS, SAMPLES = {"tokens": 20, "chat": 2}, 12
 SETTINGS = {
-    **LIMITS, "data.held_out": 2, "rollout.prompts": PROMPTS["tokens"], "rollout.samples": SAMPLES,
-    "eval.prompts": PROMPTS["chat"], "eval.samples": SAMPLES, "rollout.concurrency": 8, "engine.max_model_len": 1100,
+    **LIMITS, "data.held_out": 2, "rollout.prompts": PROMPTS["tokens"], "rollout.samples_per_prompt": SAMPLES,
+    "eval.prompts": PROMPTS["chat"], "eval.samples_per_prompt": SAMPLES, "rollout.concurrency": 8, "engine.max_model_len": 1100,
     "env.name": "sql", "run.wandb": "disabled",
 }
 
@@ -50,7 +50,7 @@ def tokens(task):
     """What `megastep rollout` wrote and said, with an engine killed on the way."""
     folder, _, arguments = task
     out = folder / "out.safetensors"
-    command = ["rollout", *arguments, "--out", str(out), "rollout.mode=tokens", "engine.count=2"]
+    command = ["rollout", *arguments, "--out", str(out), "rollout.mode=tokens", "engine.num_engines=2"]
     process = _begin(command, folder / "tokens")
     try:
         ended = _kill_an_engine(process, folder / "tokens.err")
@@ -75,7 +75,7 @@ def chat(task):
 
 
 # The command, but with a line of progress in its log as soon as there is any.
-OFTEN = "import sys; from megastep import cli, progress; progress.LOG_EVERY_S = 0.1; sys.exit(cli.main(sys.argv[1:]))"
+OFTEN = "import sys; from megastep import cli, console; console.LOG_EVERY_S = 0.1; sys.exit(cli.main(sys.argv[1:]))"
 
 
 def _begin(arguments: list[str], name: Path) -> subprocess.Popen:

@@ -21,11 +21,11 @@ def arguments(*given: str, setup: Setup = ON_CPU) -> dict:
 
 
 @pytest.mark.parametrize("given, name, value", [
-    ("engine.tensor=2", "tensor_parallel_size", 2),
+    ("engine.tensor_parallel=2", "tensor_parallel_size", 2),
     ("engine.max_model_len=200", "max_model_len", 200),
     ("engine.max_model_len=null", "max_model_len", 512),  # the model's positions
     ("engine.max_sequences=17", "max_num_seqs", 17),
-    ("engine.gpu_memory=0.35", "gpu_memory_utilization", 0.35),
+    ("engine.gpu_memory_utilization=0.35", "gpu_memory_utilization", 0.35),
     ("policy.precision=bf16", "dtype", "bfloat16"),
     ("policy.precision=fp32", "dtype", "float32"),
     ("train.seed=40", "seed", 43),  # engine 3

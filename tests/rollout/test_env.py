@@ -9,8 +9,9 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
+from megastep.errors import EnvError
 from megastep.rollout import env as env_module
-from megastep.rollout.env import BUILT_IN, Env, EnvError, Outcome, check_options, find_env, import_from, in_thread
+from megastep.rollout.env import BUILT_IN, Env, Outcome, check_options, find_env, import_from, in_thread
 
 
 class Echo(Env):

@@ -12,9 +12,10 @@ import ray
 import torch
 from ray.exceptions import OutOfMemoryError
 
+from megastep.errors import EngineError
 from megastep.config import EngineConfig
 from megastep.rollout.engine import run_lengths
-from megastep.rollout.fleet import EngineError, Fleet
+from megastep.rollout.fleet import Fleet
 from megastep.rollout.generation import Sampling
 from tests.engines import GREEDY, export, shake
 from tests.models import some_tokens

@@ -5,15 +5,16 @@ import asyncio
 import numpy as np
 import pytest
 
+from megastep.errors import RolloutFailed
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env, Outcome
 from megastep.rollout.generation import Generation, Sampling
-from megastep.rollout.pool import Pool, RolloutFailed, refuse_all_failed
+from megastep.rollout.pool import Pool, refuse_all_failed
 from megastep.rollout.renderer import Renderer
 from megastep.samples.filters import failed
 from megastep.samples.metrics import rollout_metrics
-from megastep.types import validate
+from megastep.samples.validation import validate
 
 from . import chats
 

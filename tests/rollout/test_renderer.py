@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from megastep.rollout.renderer import Renderer, RenderError, load_tokenizer
+from megastep.errors import RenderError
+from megastep.rollout.renderer import Renderer, load_tokenizer
 
 from . import chats
 

@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
+from megastep.errors import RolloutFailed
 from megastep.rollout.data import PromptStream
-from megastep.rollout.pool import RolloutFailed
 from megastep.rollout.stream import GroupStream, Interrupted
 from megastep.types import Step, Trajectory
 

@@ -36,9 +36,9 @@ def asked(make_pool) -> list:
 
 
 GIVEN = [
-    "rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=11", "rollout.samples=3", "rollout.concurrency=5",
+    "rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=11", "rollout.samples_per_prompt=3", "rollout.concurrency=5",
     "rollout.max_turns=4", "rollout.max_prompt_tokens=100", "rollout.max_response_tokens=7", "rollout.env_timeout_s=2.5",
-    "eval.temperature=0.3", "eval.top_p=0.8", "eval.top_k=5", "eval.samples=2", "eval.prompts=6",
+    "eval.temperature=0.3", "eval.top_p=0.8", "eval.top_k=5", "eval.samples_per_prompt=2", "eval.prompts=6",
 ]
 
 

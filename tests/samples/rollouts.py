@@ -6,7 +6,8 @@ from zlib import crc32
 import numpy as np
 from hypothesis import strategies as st
 
-from megastep.types import Group, Sample, Step, Trajectory, Trie, validate
+from megastep.types import Group, Sample, Step, Trajectory, Trie
+from megastep.samples.validation import validate
 
 LAYERS, TOP_K = 2, 2
 EOS = 9

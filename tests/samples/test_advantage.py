@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastep.errors import RolloutError
 from megastep.samples.advantage import OUTCOME, STEPWISE, advantages, check_estimator, discounted_returns
-from megastep.types import RolloutError
 
 from .rollouts import group_of, trajectory
 
@@ -146,13 +146,13 @@ def test_s4_unknown_estimators_are_refused():
 
 
 @given(st.lists(st.floats(-5, 5), max_size=8), st.floats(0, 1))
-def test_returns_are_discounted_sums(rewards, discount):
-    wanted = [sum(discount ** (k - t) * r for k, r in enumerate(rewards) if k >= t) for t in range(len(rewards))]
-    np.testing.assert_allclose(discounted_returns(rewards, discount), wanted, atol=1e-9)
+def test_returns_are_discounted_sums(rewards, gamma):
+    wanted = [sum(gamma ** (k - t) * r for k, r in enumerate(rewards) if k >= t) for t in range(len(rewards))]
+    np.testing.assert_allclose(discounted_returns(rewards, gamma), wanted, atol=1e-9)
 
 
 def test_step_returns_compare_with_the_trajectories_that_took_the_step():
-    found = advantages(group([1, 0, 4], [0, 2], [3]), "step_returns", discount=0.5)
+    found = advantages(group([1, 0, 4], [0, 2], [3]), "step_returns", gamma=0.5)
     # returns: [2, 2, 4], [1, 2], [3]
     np.testing.assert_allclose(found[0], [0, 0, 0])
     np.testing.assert_allclose(found[1], [-1, 0])
@@ -171,7 +171,7 @@ def test_gigpo_adds_the_comparison_within_a_state():
     for i, t in enumerate(made.trajectories):
         t.steps[1].state = i
     episode = per_trajectory(made, "grpo")
-    found = advantages(made, "gigpo", discount=0.5, step_weight=2.0)
+    found = advantages(made, "gigpo", gamma=0.5, step_coef=2.0)
     for a, e in zip(found, episode):
         np.testing.assert_allclose(a, [e + 2 * e, e], rtol=1e-5)  # two samples normalise to the same ±, but for ε
 

@@ -3,7 +3,7 @@ import pytest
 
 from megastep.samples import make_samples
 from megastep.samples.advantage import OUTCOME, STEPWISE
-from megastep.samples.filters import Dropped, failed, finite_rewards, over_long, zero_variance
+from megastep.samples.filters import Dropped, failed, finite_rewards, truncated, zero_variance
 from megastep.types import Group
 
 from .rollouts import group_of, trajectory
@@ -54,16 +54,16 @@ def test_a3_discount_and_step_weight_decide_too():
     """Equal totals; the only step that both took from one state is the first, whose returns differ if discounted."""
     early, late = (trajectory(([A], [B]), (p, [B]), rewards=r) for p, r in (([A, B], [1.0, 0.0]), ([A, C], [0.0, 1.0])))
     group = [group_of(early, late)]
-    assert zero_variance(group, "gigpo", discount=1.0)[0] == []
-    assert zero_variance(group, "gigpo", discount=0.5)[0] == group
-    assert zero_variance(group, "gigpo", discount=0.5, step_weight=0.0)[0] == []
+    assert zero_variance(group, "gigpo", gamma=1.0)[0] == []
+    assert zero_variance(group, "gigpo", gamma=0.5)[0] == group
+    assert zero_variance(group, "gigpo", gamma=0.5, step_coef=0.0)[0] == []
 
 
 def test_a_group_whose_advantages_fall_on_masked_steps_is_dropped():
     group = with_rewards(0, 1, 0)
     for t in group.trajectories:
         t.steps[-1].finish = "length"
-    masked, _ = over_long([group], "mask")
+    masked, _ = truncated([group], "mask")
     kept, dropped = zero_variance(masked, "grpo")
     assert kept == [] and dropped[0].reason == "no trained step has an advantage other than 0"
 
@@ -98,15 +98,15 @@ REASONS = [Dropped(0, 1, "cut off at step 1 (length)"), Dropped(0, 2, "first pro
 
 def test_over_long_trajectories_can_be_kept_or_dropped():
     groups = cut_off()
-    assert over_long(groups, "keep") == (groups, [])
-    kept, dropped = over_long(groups, "drop")
+    assert truncated(groups, "keep") == (groups, [])
+    kept, dropped = truncated(groups, "drop")
     assert [t.index for t in kept[0].trajectories] == [0]
     assert dropped == REASONS
 
 
 def test_over_long_trajectories_can_be_masked_and_still_count_in_the_baseline():
     groups = cut_off()
-    masked, dropped = over_long(groups, "mask")
+    masked, dropped = truncated(groups, "mask")
     assert [d.reason for d in dropped] == [d.reason + ", masked" for d in REASONS]
     assert not masked[0].trajectories[1].steps[0].loss_mask.any()
     assert groups[0].trajectories[1].steps[0].loss_mask.all()  # the rollout itself is not changed
@@ -116,5 +116,5 @@ def test_over_long_trajectories_can_be_masked_and_still_count_in_the_baseline():
 
 
 def test_a_policy_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="filters.over_long = cut: must be one of keep, mask, drop"):
-        over_long([], "cut")
+    with pytest.raises(ValueError, match="filters.truncated = cut: must be one of keep, mask, drop"):
+        truncated([], "cut")

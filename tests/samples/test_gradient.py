@@ -65,10 +65,10 @@ def random_batch(seed):
     return batch
 
 
-@pytest.mark.parametrize("normalize", ["token", "step", "trajectory", "prompt"])
-def test_x1_x4_s12_s14_gradients_agree_under_every_layout_budget_and_number_of_ranks(normalize):
+@pytest.mark.parametrize("reduction", ["token", "step", "trajectory", "prompt"])
+def test_x1_x4_s12_s14_gradients_agree_under_every_layout_budget_and_number_of_ranks(reduction):
     for seed in range(4):
-        samples = make_samples(random_batch(seed), "step_returns", normalize)
+        samples = make_samples(random_batch(seed), "step_returns", reduction)
         wanted, _ = gradient(lay_out(samples, 1, 64, layout="flat")[0])
         assert wanted.abs().max() > 1e-3
         for layout in LAYOUTS:

@@ -18,7 +18,7 @@ def test_s1_s2_s3_every_step_is_a_sample_with_its_trajectorys_advantage():
 
 
 def test_the_data_path_needs_neither_torch_ray_vllm_nor_megatron():
-    modules = ["credit", "weights", "trie", "packing", "filters", "metrics", "store"]
+    modules = ["advantage", "weights", "trie", "packing", "filters", "metrics", "store"]
     code = "import sys; " + "; ".join(f"import megastep.samples.{m}" for m in modules)
     code += "; print([m for m in ('torch', 'ray', 'vllm', 'megatron') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

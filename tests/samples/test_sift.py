@@ -21,11 +21,11 @@ def equal_totals():
 @pytest.mark.parametrize(
     "settings, kept",
     [
-        (["credit.estimator=grpo"], 0),
-        (["credit.estimator=step_returns"], 1),
-        (["credit.estimator=gigpo"], 0),
-        (["credit.estimator=gigpo", "credit.discount=0.5"], 1),
-        (["credit.estimator=gigpo", "credit.discount=0.5", "credit.step_weight=0"], 0),
+        (["advantage.estimator=grpo"], 0),
+        (["advantage.estimator=step_returns"], 1),
+        (["advantage.estimator=gigpo"], 0),
+        (["advantage.estimator=gigpo", "advantage.gamma=0.5"], 1),
+        (["advantage.estimator=gigpo", "advantage.gamma=0.5", "advantage.step_coef=0"], 0),
     ],
 )
 def test_a3_degenerate_is_what_the_configured_estimator_learns_nothing_from(key, settings, kept):
@@ -34,7 +34,7 @@ def test_a3_degenerate_is_what_the_configured_estimator_learns_nothing_from(key,
 
 
 def test_a3_supervised_training_has_no_degenerate_groups():
-    settings = ["loss.kind=nll", "filters.zero_variance=true"]
+    settings = ["loss.type=nll", "filters.zero_variance=true"]
     left, dropped = sift([group_of(trajectory(([A], [B])))], load(LOCAL, settings))
     assert len(left) == 1 and dropped == []
 

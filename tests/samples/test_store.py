@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from safetensors import safe_open
 
+from megastep.errors import StoreError
 from megastep.samples import store
-from megastep.samples.store import StoreError, read, write
+from megastep.samples.store import read, write
 
 from .rollouts import group_of, groups, trajectory
 

@@ -23,7 +23,7 @@ def batch():
 
 
 @pytest.mark.parametrize(
-    "normalize, wanted",
+    "reduction, wanted",
     [
         ("token", [1 / 7, 1 / 7, 1 / 7, 1 / 7]),
         ("step", [1 / 8, 1 / 4, 1 / 12, 1 / 4]),
@@ -31,16 +31,16 @@ def batch():
         ("prompt", [1 / 12, 1 / 12, 1 / 12, 1 / 2]),
     ],
 )
-def test_s13_weights_against_their_formulas(normalize, wanted):
-    (first, second), (third, fourth) = token_weights(batch(), normalize)
+def test_s13_weights_against_their_formulas(reduction, wanted):
+    (first, second), (third, fourth) = token_weights(batch(), reduction)
     np.testing.assert_allclose([first[0], first[1], second[0], third[0]], wanted, rtol=1e-6)
     assert second[1] == third[1] == fourth[0] == 0
 
 
 @settings(max_examples=80, deadline=None)
 @given(groups(routing=("none",)), st.sampled_from(UNITS), st.sampled_from(LAYOUTS), st.integers(1, 4))
-def test_s14_x4_weights_of_a_mini_batch_add_up_to_one_under_every_layout(made, normalize, layout, ranks):
-    samples = make_samples(made, "step_returns", normalize)
+def test_s14_x4_weights_of_a_mini_batch_add_up_to_one_under_every_layout(made, reduction, layout, ranks):
+    samples = make_samples(made, "step_returns", reduction)
     ranked, report = lay_out(samples, ranks, 128, 4, layout)
     total = sum(m.trie.loss.weight.astype(np.float64).sum() for rank in ranked for m in rank)
     assert total == pytest.approx(1 if report.sequences_before else 0, abs=1e-6)
@@ -52,5 +52,5 @@ def test_nothing_trained_weighs_nothing():
 
 
 def test_unknown_units_are_refused():
-    with pytest.raises(ValueError, match="loss.normalize = batch: must be one of token, step, trajectory, prompt"):
+    with pytest.raises(ValueError, match="loss.reduction = batch: must be one of token, step, trajectory, prompt"):
         token_weights(batch(), "batch")

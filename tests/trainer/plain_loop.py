@@ -128,7 +128,7 @@ def learning_rate(config: Config, update: int) -> float:
 
 def sequences(groups: list[Group], config: Config) -> list[Sequence]:
     """Of a mini-batch: its steps, those that train nothing left out."""
-    weight = weights(groups, config.loss.normalize)
+    weight = weights(groups, config.loss.reduction)
     result = []
     for group in groups:
         advantage, routes = advantages(group, config), routes_of(group, config)
@@ -141,7 +141,7 @@ def sequences(groups: list[Group], config: Config) -> list[Sequence]:
 
 def advantages(group: Group, config: Config) -> dict[tuple[int, int], float]:
     """By trajectory and step."""
-    settings = config.credit
+    settings = config.advantage
     returns, states, totals = {}, {}, {}
     for trajectory in group.trajectories:
         rewards = [step.reward for step in trajectory.steps]
@@ -149,7 +149,7 @@ def advantages(group: Group, config: Config) -> dict[tuple[int, int], float]:
         for step in trajectory.steps:
             key = trajectory.index, step.index
             later = rewards[step.index :]
-            returns[key] = sum(settings.discount**k * reward for k, reward in enumerate(later))
+            returns[key] = sum(settings.gamma**k * reward for k, reward in enumerate(later))
             states[key] = tuple(step.prompt_ids.tolist()) if step.state is None else step.state
     if settings.estimator == "step_returns":
         return {(t, s): value - np.mean([v for (_, other), v in returns.items() if other == s])
@@ -161,7 +161,7 @@ def advantages(group: Group, config: Config) -> dict[tuple[int, int], float]:
     result = {}
     for key, value in returns.items():
         alike = [v for other, v in returns.items() if states[other] == states[key]]
-        result[key] = episode[key[0]] + settings.step_weight * standardized(value, alike)
+        result[key] = episode[key[0]] + settings.step_coef * standardized(value, alike)
     return result
 
 
@@ -171,10 +171,10 @@ def standardized(value: float, among: list[float]) -> float:
     return (value - np.mean(among)) / np.std(among, ddof=1)
 
 
-def weights(groups: list[Group], normalize: str) -> dict[tuple[int, int, int], float]:
+def weights(groups: list[Group], reduction: str) -> dict[tuple[int, int, int], float]:
     """Of each trained token, by group, trajectory and step."""
     tokens = {(g.id, t.index, s.index): int(s.loss_mask.sum()) for g in groups for t in g.trajectories for s in t.steps}
-    kept = {"token": 0, "prompt": 1, "trajectory": 2, "step": 3}[normalize]  # of the key: what counts the same
+    kept = {"token": 0, "prompt": 1, "trajectory": 2, "step": 3}[reduction]  # of the key: what counts the same
     units = defaultdict(int)
     for key, count in tokens.items():
         units[key[:kept]] += count
@@ -185,7 +185,7 @@ def routes_of(group: Group, config: Config) -> dict[tuple[int, int], np.ndarray 
     """Experts of each step's tokens: its own (split), or those of the first step that sampled the token, else of the
     first that has it (owner)."""
     steps = [(t.index, step) for t in group.trajectories for step in t.steps]
-    if not config.replay.enabled:
+    if not config.routing_replay.enabled:
         return {(index, step.index): None for index, step in steps}
     owned: dict[bytes, tuple] = {}
     for order, (_, step) in enumerate(steps):
@@ -199,7 +199,7 @@ def routes_of(group: Group, config: Config) -> dict[tuple[int, int], np.ndarray 
         routes = np.full((len(step) - 1, *step.routing.shape[1:]), -1)
         for n, experts in enumerate(step.routing):
             path = ids_of(step)[: n + 1].tobytes()
-            routes[n] = owned[path][1] if config.replay.on_conflict == "owner" else experts
+            routes[n] = owned[path][1] if config.routing_replay.on_conflict == "owner" else experts
         result[index, step.index] = routes
     return result
 
@@ -236,16 +236,16 @@ class Metrics:
 def step_loss(config: Config, sequence: Sequence, x, entropy, policy_before, reference, metrics: Metrics):
     settings, advantage = config.loss, sequence.advantage
     rollout = torch.from_numpy(sequence.step.logprobs[sequence.step.loss_mask])
-    old = rollout if settings.old == "rollout" else policy_before
+    old = rollout if settings.old_logprobs == "rollout" else policy_before
     term, ratio, clipped = surrogate(settings, x, old, advantage)
     importance, cut = importance_of(config, old - rollout)
     term = term * importance
     d = reference - x
     kl = torch.zeros_like(x)
-    if settings.kl:
-        kl = (d.exp() - d - 1 if settings.kl_estimate == "k3" else d**2 / 2).clamp(max=10)
-    loss = (sequence.weight * (term + settings.kl * kl - settings.entropy * entropy)).sum()
-    gap = (x if settings.old == "rollout" else old) - rollout
+    if settings.kl_coef:
+        kl = (d.exp() - d - 1 if settings.kl_estimator == "k3" else d**2 / 2).clamp(max=10)
+    loss = (sequence.weight * (term + settings.kl_coef * kl - settings.entropy_coef * entropy)).sum()
+    gap = (x if settings.old_logprobs == "rollout" else old) - rollout
     metrics.add(loss, entropy=entropy, ratio=ratio, clipped=clipped, kl=kl, importance=importance, cut=cut, gap=gap,
                 size=torch.full_like(x, abs(advantage)))
     return loss
@@ -254,12 +254,12 @@ def step_loss(config: Config, sequence: Sequence, x, entropy, policy_before, ref
 def surrogate(settings, x, old, advantage: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Term, ratio, and where it is clipped."""
     ratio = (x - old).exp()
-    if settings.kind == "reinforce":
+    if settings.type == "reinforce":
         return -advantage * x, ratio, torch.zeros_like(x)
-    if settings.kind == "gspo":  # the paper's GSPO-token: each token has the gradient of its own logprob
+    if settings.type == "gspo":  # the paper's GSPO-token: each token has the gradient of its own logprob
         ratio = (x - old).mean().exp().detach() * (x - x.detach()).exp()
     bounded = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    if settings.kind == "cispo":
+    if settings.type == "cispo":
         return -bounded.detach() * advantage * x, ratio, bounded != ratio
     term = -torch.minimum(ratio * advantage, bounded * advantage)
     if settings.dual_clip and advantage < 0:
@@ -269,15 +269,15 @@ def surrogate(settings, x, old, advantage: float) -> tuple[torch.Tensor, torch.T
 
 def importance_of(config: Config, log_importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The factor of each term, and where it is not the importance itself."""
-    settings, correction = config.loss, config.loss.correction
+    settings, correction = config.loss, config.loss.importance_sampling.mode
     if correction == "auto":
-        correction = "truncate" if config.asynchronous.max_staleness > 0 and settings.old == "policy" else "none"
+        correction = "truncate" if config.asynchronous.max_staleness > 0 and settings.old_logprobs == "policy" else "none"
     if correction == "none":
         return torch.ones_like(log_importance), torch.zeros_like(log_importance)
-    if settings.correction_level == "step":
+    if settings.importance_sampling.level == "step":
         log_importance = log_importance.sum().expand_as(log_importance)
     importance = log_importance.detach().exp()
     if correction == "truncate":
-        return importance.clamp(max=settings.correction_high), importance > settings.correction_high
-    inside = (importance >= settings.correction_low) & (importance <= settings.correction_high)
+        return importance.clamp(max=settings.importance_sampling.high), importance > settings.importance_sampling.high
+    inside = (importance >= settings.importance_sampling.low) & (importance <= settings.importance_sampling.high)
     return inside.float(), ~inside

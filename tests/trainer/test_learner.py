@@ -16,31 +16,31 @@ from tests.policy.updates import steps_of
 MODEL = "qwen3_moe"
 COMMON = {
     "rollout.prompts": 3, "train.mini_batch_prompts": 2, "train.steps": 2, "train.micro_batch_tokens": 120,
-    "replay.min_agreement": 0.0,  # the recorded experts are made up
+    "routing_replay.min_agreement": 0.0,  # the recorded experts are made up
     "optimizer.lr": 1e-2, "optimizer.betas": [0.8, 0.9], "optimizer.eps": 1e-3, "optimizer.weight_decay": 0.1,
 }
 CASES = {
     "ppo_clip": {
-        "loss.kind": "ppo_clip", "loss.normalize": "prompt", "loss.clip_low": 0.1, "loss.clip_high": 0.3,
-        "loss.dual_clip": 1.2, "loss.kl": 0.05, "loss.entropy": 0.2, "loss.correction": "truncate",
-        "loss.correction_level": "step", "loss.correction_high": 1.3, "credit.estimator": "gigpo",
-        "credit.discount": 0.6, "credit.step_weight": 0.4, "replay.on_conflict": "split", "rollout.temperature": 0.7,
+        "loss.type": "ppo_clip", "loss.reduction": "prompt", "loss.clip_low": 0.1, "loss.clip_high": 0.3,
+        "loss.dual_clip": 1.2, "loss.kl_coef": 0.05, "loss.entropy_coef": 0.2, "loss.importance_sampling.mode": "truncate",
+        "loss.importance_sampling.level": "step", "loss.importance_sampling.high": 1.3, "advantage.estimator": "gigpo",
+        "advantage.gamma": 0.6, "advantage.step_coef": 0.4, "routing_replay.on_conflict": "split", "rollout.temperature": 0.7,
         "optimizer.clip_grad": 0.3, "optimizer.warmup_steps": 3,
     },
     "gspo": {
-        "loss.kind": "gspo", "loss.normalize": "step", "loss.clip_low": 0.02, "loss.clip_high": 0.05, "loss.kl": 0.1,
-        "loss.kl_estimate": "k2", "loss.correction": "mask", "loss.correction_low": 0.7, "loss.correction_high": 1.6,
-        "credit.estimator": "step_returns", "credit.discount": 0.5, "rollout.temperature": 1.3,
-        "samples.layout": "merge", "optimizer.clip_grad": 0.5,
+        "loss.type": "gspo", "loss.reduction": "step", "loss.clip_low": 0.02, "loss.clip_high": 0.05, "loss.kl_coef": 0.1,
+        "loss.kl_estimator": "k2", "loss.importance_sampling.mode": "mask", "loss.importance_sampling.low": 0.7, "loss.importance_sampling.high": 1.6,
+        "advantage.estimator": "step_returns", "advantage.gamma": 0.5, "rollout.temperature": 1.3,
+        "train.pack_layout": "merge", "optimizer.clip_grad": 0.5,
     },
     "cispo": {
-        "loss.kind": "cispo", "loss.normalize": "trajectory", "loss.clip_low": 0.3, "loss.clip_high": 0.5,
-        "loss.old": "rollout", "loss.entropy": 0.1, "replay.on_conflict": "split", "samples.layout": "flat",
+        "loss.type": "cispo", "loss.reduction": "trajectory", "loss.clip_low": 0.3, "loss.clip_high": 0.5,
+        "loss.old_logprobs": "rollout", "loss.entropy_coef": 0.1, "routing_replay.on_conflict": "split", "train.pack_layout": "flat",
         "optimizer.clip_grad": 0.0,
     },
     "reinforce": {
-        "loss.kind": "reinforce", "loss.entropy": 0.3, "replay.enabled": False, "rollout.temperature": 0.8,
-        "asynchronous.max_staleness": 1, "loss.correction_high": 1.1,
+        "loss.type": "reinforce", "loss.entropy_coef": 0.3, "routing_replay.enabled": False, "rollout.temperature": 0.8,
+        "asynchronous.max_staleness": 1, "loss.importance_sampling.high": 1.1,
     },
 }
 
@@ -92,7 +92,7 @@ def laid_out(folder, layout: dict = {}, **settings) -> list[list]:
 
 
 def test_layout_settings_reach_the_micro_batches(models):
-    """samples.layout, train.micro_batch_tokens, policy.ranks, policy.parallel: they change no update, so the
+    """train.pack_layout, train.micro_batch_tokens, policy.ranks, policy.parallel: they change no update, so the
     comparison with the plain loop does not see them."""
     folder, _ = models(MODEL)
 
@@ -114,10 +114,10 @@ def test_layout_settings_reach_the_micro_batches(models):
 
 
 def test_the_softmax_keeps_as_many_rows_as_the_config_says(ranks, models):
-    """policy.head_rows: a matter of memory, and of no result."""
+    """policy.logits_chunk_rows: a matter of memory, and of no result."""
     folder, _ = models(MODEL)
     for rows in (48, 1000):
-        (kept,) = ranks(1).run(cases.rows_kept, folder=folder, settings={"policy.head_rows": rows})
+        (kept,) = ranks(1).run(cases.rows_kept, folder=folder, settings={"policy.logits_chunk_rows": rows})
         assert kept == {rows}
 
 
@@ -146,7 +146,7 @@ def test_a_warm_start_is_as_long_as_the_config_says(models):
     """warm_start.epochs, batch and lr; afterwards everything begins as the rest of the config says."""
     folder, _ = models(MODEL)
     settings = {"warm_start.trajectories": 5, "warm_start.epochs": 3, "warm_start.batch": 2, "warm_start.lr": 0.02,
-                "optimizer.lr": 0.5, "optimizer.betas": [0.7, 0.8], "train.steps": 4, "loss.kl": 0.3}
+                "optimizer.lr": 0.5, "optimizer.betas": [0.7, 0.8], "train.steps": 4, "loss.kl_coef": 0.3}
 
     def started(seed: int):
         policy, losses = Recorder(), []
@@ -160,7 +160,7 @@ def test_a_warm_start_is_as_long_as_the_config_says(models):
     (supervised, supervised_loss, steps), (optimizer, loss, rest) = policy.begun
     assert (supervised.lr, supervised.schedule, supervised.min_lr, steps) == (0.02, "linear", 0.0, 9)
     assert supervised.betas == [0.7, 0.8]
-    assert (supervised_loss.kind, supervised_loss.kl, supervised_loss.entropy) == ("nll", 0.0, 0.0)
+    assert (supervised_loss.type, supervised_loss.kl_coef, supervised_loss.entropy_coef) == ("nll", 0.0, 0.0)
     assert (optimizer, loss, rest) == (config.optimizer, config.policy_loss, 4)
     epochs = [[id for (batch,) in policy.batches[n : n + 3] for id in batch] for n in (0, 3, 6)]
     assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
@@ -171,7 +171,7 @@ def test_demonstrations_are_learned_without_temperature_replay_kl_and_entropy(ra
     """They were neither sampled nor routed; rollouts afterwards are."""
     folder, model = models(MODEL)
     settings = {
-        "rollout.temperature": 0.5, "loss.kl": 0.5, "loss.entropy": 0.5, "loss.normalize": "prompt",
+        "rollout.temperature": 0.5, "loss.kl_coef": 0.5, "loss.entropy_coef": 0.5, "loss.reduction": "prompt",
         "warm_start.batch": 4, "warm_start.trajectories": 3, "warm_start.epochs": 2, "warm_start.lr": 1e-2,
     }
     groups = conflicting_groups(prompts=3)

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from megastep.errors import RunFailed
 from megastep.config import load
 from megastep.checkpoint.loop_state import LoopState
 from megastep.rollout import stream
 from megastep.rollout.data import PromptStream
-from megastep.trainer.rundir import Run, RunError
+from megastep.trainer.rundir import Run
 from megastep.samples import store
 from megastep.trainer.loop import LiveLine, Loop
 from tests.rollout.test_stream import Episodes
@@ -76,7 +77,7 @@ def test_s15_what_is_too_old_is_not_trained_on_whatever_the_schedule_was(version
 def test_a10_a_group_without_a_trained_token_does_not_fill_a_batch(sampling, kept, played, tmp_path):
     """Rewards differ in every group. A group that trains nothing is replaced by dynamic sampling; without it, it stays
     in its mini-batch. A trajectory that is both masked and dropped counts once."""
-    loop = make_loop(tmp_path, CutOff(), "filters.over_long=mask", f"filters.dynamic_sampling={sampling}")
+    loop = make_loop(tmp_path, CutOff(), "filters.truncated=mask", f"filters.dynamic_sampling={sampling}")
     loop.step = 1
     with loop.stream:
         groups, metrics = loop.collect()
@@ -181,7 +182,7 @@ def test_trajectories_that_were_cut_off_are_treated_as_filters_over_long_says(po
         if (id, index) == (1, 1):
             trajectory.steps[0].finish = "length"
 
-    loop = make_loop(tmp_path, Judged(judge), f"filters.over_long={policy}")
+    loop = make_loop(tmp_path, Judged(judge), f"filters.truncated={policy}")
     loop.ages.pushed, loop.step = [0], 1
     with loop.stream:
         (group,) = [group for group in loop.collect()[0] if group.id == 1]
@@ -210,7 +211,7 @@ def test_dynamic_sampling_gives_up_after_max_batches(limit, tmp_path):
     def all_alike(id, index, trajectory):
         trajectory.steps[0].reward = 1.0
 
-    with pytest.raises(RunError, match=f"filters.max_batches = {limit}: of {4 * limit} prompts 0 had"):
+    with pytest.raises(RunFailed, match=f"filters.max_batches = {limit}: of {4 * limit} prompts 0 had"):
         collected(tmp_path, all_alike, "filters.dynamic_sampling=true", f"filters.max_batches={limit}")
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from megastep.errors import CheckpointError, RunDirError
 from megastep.models.architecture import read_architecture
 from megastep.config import load
 from megastep.checkpoint.loop_state import LoopState
-from megastep.checkpoint.manifest import CheckpointError, describe, write_manifest
-from megastep.trainer.rundir import Run, RunDirError
+from megastep.checkpoint.manifest import describe, write_manifest
+from megastep.trainer.rundir import Run
 from tests.bad_input.harness import refused
 from tests.processes import alive, descendants
 from tests.runs import LOCAL
@@ -29,7 +30,7 @@ def checkpoint(root: Path, step: int) -> Path:
 
 
 def find(root: Path, name: str, resume: Path | str = "auto", kl: float = 0.1) -> Run:
-    config = load(LOCAL, [f"run.dir={root}", f"run.name={name}", f"run.resume={resume}", f"loss.kl={kl}"])
+    config = load(LOCAL, [f"run.dir={root}", f"run.name={name}", f"run.resume={resume}", f"loss.kl_coef={kl}"])
     run = Run.find(config, "local")
     run.create(config)
     run.lock.close()  # as if its process had ended
@@ -91,7 +92,7 @@ def test_a_run_that_begins_anew_forgets_where_it_came_from(first, tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from megastep.rundir import lock
+from megastep.trainer.rundir import lock
 held = lock(Path(sys.argv[1]))
 if len(sys.argv) > 2:
     import os

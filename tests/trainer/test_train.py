@@ -121,8 +121,8 @@ def test_d6_checkpoint_of_the_run_exports_and_imports(quick, tmp_path):
 # One engine and one call at a time: what shares a forward pass is then the same in every run. With dynamic sampling the
 # data's position does not follow from the step, and the KL needs the policy of the start.
 SMALL = (
-    "train.steps=6", "rollout.prompts=4", "rollout.samples=4", "rollout.concurrency=1", "train.mini_batch_prompts=2",
-    "eval.prompts=4", "eval.samples=1", "filters.dynamic_sampling=true", "loss.kl=0.01", "checkpoint.every_steps=1",
+    "train.steps=6", "rollout.prompts=4", "rollout.samples_per_prompt=4", "rollout.concurrency=1", "train.mini_batch_prompts=2",
+    "eval.prompts=4", "eval.samples_per_prompt=1", "filters.dynamic_sampling=true", "loss.kl_coef=0.01", "checkpoint.every_steps=1",
 )
 
 
@@ -268,9 +268,9 @@ def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
     happen while a run that goes on starts, loads and gets its groups back."""
     random, steps = Random(0), 4 + 4 * KILLS
     kinds = [("ray::Engine", "megastep train", "ray::PolicyRank")[i % 3] for i in range(KILLS)]
-    given = (f"train.steps={steps}", "rollout.prompts=4", "rollout.samples=4", "train.mini_batch_prompts=4",
+    given = (f"train.steps={steps}", "rollout.prompts=4", "rollout.samples_per_prompt=4", "train.mini_batch_prompts=4",
              "async.max_staleness=1.5", "run.rollouts_every=1", "checkpoint.every_steps=2", "eval.prompts=2",
-             "eval.samples=1", "policy.ranks=1", "policy.parallel.expert=1")
+             "eval.samples_per_prompt=1", "policy.ranks=1", "policy.parallel.expert=1")
     folder, start = tmp_path / "killed", f"run.resume={quick[0]}/start/step_0"
     command, ready = megastep("train", tmp_path, "killed", *given, start), []
     process = begin(command)

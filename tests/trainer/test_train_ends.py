@@ -9,11 +9,11 @@ import subprocess
 import numpy as np
 import pytest
 
+from megastep.errors import RunFailed
 from megastep import cli
 from megastep.config import load
 from megastep.checkpoint.manifest import latest, read_manifest
 from megastep.report.writing import read_metrics
-from megastep.trainer.rundir import RunError
 from megastep.samples import store
 from megastep.trainer.loop import Loop
 from megastep.types import Group, Step, Trajectory
@@ -53,9 +53,9 @@ def replayed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replayed")
     file = folder / "rollouts.safetensors"
     store.write(file, rollout_of_turns(range(6), [1] * 9) + rollout_of_turns(range(6, 12), list(range(1, 10))))
-    given = ("--rollouts", str(file), "rollout.prompts=6", "train.mini_batch_prompts=2", "replay.enabled=false",
+    given = ("--rollouts", str(file), "rollout.prompts=6", "train.mini_batch_prompts=2", "routing_replay.enabled=false",
              "optimizer.warmup_steps=0")
-    layouts = [begin(megastep("replay", folder, layout, *given, f"samples.layout={layout}"))
+    layouts = [begin(megastep("replay", folder, layout, *given, f"train.pack_layout={layout}"))
                for layout in ("flat", "merge")]
     for process in layouts:
         _, errors = process.communicate(timeout=240)
@@ -94,12 +94,12 @@ def test_s18_steps_and_whole_trajectories_make_the_same_updates(replayed, tmp_pa
         ("train.stepz=1", "train.stepz: unknown key; did you mean train.steps?"),
         ("data.train=nowhere.jsonl", "nowhere.jsonl: cannot be read (No such file or directory)"),
         ("data.held_out=0", "data.held_out = 0: there is nothing to evaluate on"),
-        ("credit.estimator=gae", "credit.estimator = gae: temporal estimators give per-token values across steps"),
-        ("credit.estimator=reinforce++", "credit.estimator = reinforce++: temporal estimators"),
+        ("advantage.estimator=gae", "advantage.estimator = gae: temporal estimators give per-token values across steps"),
+        ("advantage.estimator=reinforce++", "advantage.estimator = reinforce++: temporal estimators"),
         ("rollout.top_p=0.9", "rollout.top_p = 0.9: training needs logprobs of the whole distribution"),
         ("rollout.top_k=5", "rollout.top_k = 5: training needs logprobs"),
         ("rollout.temperature=0", "rollout.temperature = 0: training needs logprobs"),
-        ("filters.over_long=cut", "filters.over_long = cut: must be one of keep, mask, drop"),
+        ("filters.truncated=cut", "filters.truncated = cut: must be one of keep, mask, drop"),
         ("env.name=guess", "Guess has no demonstrations; write warm_start.trajectories: 0"),
         ("run.resume=nowhere", "nowhere: no such checkpoint"),
     ],
@@ -121,7 +121,7 @@ def test_what_a_rank_refuses_is_a_line(capsys, tmp_path):
     """It comes through Ray, with the rank's traceback around it."""
     from ray.exceptions import RayTaskError
 
-    from megastep.types import TrainingError
+    from megastep.errors import TrainingError
 
     def refuse(config):
         raise RayTaskError("learn", "Traceback of the rank", TrainingError("the routes belong to other tokens"))
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_a_rank_refuses_is_a_mistake_and_a_line(capsys, tmp_pa
     """As Ray raises it: an error that is of both classes, and whose text is the rank's traceback."""
     from ray.exceptions import RayTaskError
 
-    from megastep.checkpoint.manifest import CheckpointError
+    from megastep.errors import CheckpointError
 
     def refuse(config):
         raise RayTaskError("load", "Traceback\nof the rank", CheckpointError("step_3: damaged")).as_instanceof_cause()
@@ -152,7 +152,7 @@ def test_x5_dynamic_sampling_gives_up_with_a_reason():
     loop = SimpleNamespace(config=load(LOCAL, [*given, "train.mini_batch_prompts=2"]))
     group = Group(0, [])
     assert Loop.still_wanted(loop, [group], [group] * 2) == 1 and Loop.still_wanted(loop, [group] * 2, [group] * 4) == 0
-    with pytest.raises(RunError, match="filters.max_batches = 2: of 4 prompts 1 had an advantage other than 0"):
+    with pytest.raises(RunFailed, match="filters.max_batches = 2: of 4 prompts 1 had an advantage other than 0"):
         Loop.still_wanted(loop, [group], [group] * 4)
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megastep.errors import WeightsError
 from megastep.models.architecture import read_architecture
 from megastep.config import Config
 from megastep.trainer.rundir import refuse_unfit_weights
-from megastep.weights.mapping import TABLES, ConvertError, from_megatron, rows_of, to_megatron
+from megastep.weights.mapping import TABLES, from_megatron, rows_of, to_megatron
 from megastep.weights.hf_files import HFReader, refuse_non_empty, written_beside
 from tests import cases
 from tests.models import MODELS
@@ -59,7 +60,7 @@ def broken(models, tmp_path):
 def test_missing_tensor_is_named(broken):
     name = "model.layers.2.mlp.experts.5.up_proj.weight"
     config = broken(lambda tensors: tensors.pop(name))
-    with pytest.raises(ConvertError, match=f"tensor {name} is missing"):
+    with pytest.raises(WeightsError, match=f"tensor {name} is missing"):
         refuse_unfit_weights(config)
 
 
@@ -67,20 +68,20 @@ def test_wrong_shape_is_named(broken):
     def edit(tensors):
         tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(5, 128)
 
-    with pytest.raises(ConvertError, match=r"k_proj.weight has shape \[5, 128\], by config.json .* \[128, 128\]"):
+    with pytest.raises(WeightsError, match=r"k_proj.weight has shape \[5, 128\], by config.json .* \[128, 128\]"):
         refuse_unfit_weights(broken(edit))
 
 
 def test_folder_without_weights(models, tmp_path):
     shutil.copy(models("llama")[0] / "config.json", tmp_path)
-    with pytest.raises(ConvertError, match="no weights; model.safetensors or"):
+    with pytest.raises(WeightsError, match="no weights; model.safetensors or"):
         HFReader(tmp_path)
 
 
 def test_truncated_weights(models, tmp_path):
     folder = shutil.copytree(models("llama")[0], tmp_path / "model")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
-    with pytest.raises(ConvertError, match="not a whole safetensors file"):
+    with pytest.raises(WeightsError, match="not a whole safetensors file"):
         HFReader(folder)
 
 
@@ -88,14 +89,14 @@ def test_index_that_names_a_missing_file(models, tmp_path):
     folder = shutil.copytree(models("llama")[0], tmp_path / "model")
     index = {"weight_map": dict.fromkeys(HFReader(folder).file_of, "model-00001-of-00001.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConvertError, match="model-00001-of-00001.safetensors: missing"):
+    with pytest.raises(WeightsError, match="model-00001-of-00001.safetensors: missing"):
         HFReader(folder)("model.norm.weight")
 
 
 def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("precious")
-    with pytest.raises(ConvertError, match="is not empty; give a new folder"):
+    with pytest.raises(WeightsError, match="is not empty; give a new folder"):
         refuse_non_empty(tmp_path / "full")
     with pytest.raises(RuntimeError), written_beside(tmp_path / "new") as folder:
         (folder / "half").write_text("x")
