@@ -24,7 +24,9 @@ def main(config: str, *overrides: str) -> int:
     try:
         timeout_s = float(seconds)
     except ValueError:
-        return refuse([f"MEGASTEP_NODES_TIMEOUT_S = {seconds}: must be a number, of seconds"], exit_code=2)
+        return refuse(
+            [f"MEGASTEP_NODES_TIMEOUT_S = {seconds}: must be a number, of seconds"], exit_code=2
+        )
     try:
         run = load(config, list(overrides)).run
     except ConfigError as error:
@@ -37,8 +39,14 @@ def main(config: str, *overrides: str) -> int:
     hosts = os.environ["MEGASTEP_HOSTS"].split()
     missing = await_nodes(hosts, os.environ["RAY_ADDRESS"], timeout_s)
     if missing:
-        return refuse([f"{host}: no Ray there after {timeout_s:g} s (MEGASTEP_NODES_TIMEOUT_S); what it said is in "
-                       f"{logs}/{hosts.index(host)}.log" for host in missing], exit_code=1)
+        return refuse(
+            [
+                f"{host}: no Ray there after {timeout_s:g} s (MEGASTEP_NODES_TIMEOUT_S); what it said is in "
+                f"{logs}/{hosts.index(host)}.log"
+                for host in missing
+            ],
+            exit_code=1,
+        )
     command = ["megastep", "train", config, *overrides, f"run.name={name}"]
     sys.stdout.flush()
     os.execvp(command[0], command)
@@ -77,7 +85,9 @@ def nodes_of_ray(address: str) -> set[str]:
     from ray._raylet import GcsClient
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
-    nodes = GcsClient(address=address).get_all_node_info(timeout=30, state_filter=GcsNodeInfo.GcsNodeState.ALIVE)
+    nodes = GcsClient(address=address).get_all_node_info(
+        timeout=30, state_filter=GcsNodeInfo.GcsNodeState.ALIVE
+    )
     return {node.node_name for node in nodes.values()}
 
 

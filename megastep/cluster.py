@@ -36,20 +36,20 @@ from ray.exceptions import RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megastep.errors import CheckpointError, ClusterError, TrainingError
 from megastep import signals
-from megastep.config import GPU_BACKENDS, Config, wrong_address
-from megastep.distributed.processes import forks_end_with_us, send_output_to
-from megastep.distributed.ports import free_port
+from megastep.config import GPU_BACKENDS, Config, address_problem
 from megastep.console import waiting
+from megastep.distributed.ports import free_port
+from megastep.distributed.processes import forks_end_with_us, send_output_to
+from megastep.errors import CheckpointError, ClusterError, TrainingError
 from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
 
 RAY_STARTS = 3
 LOOPBACK = "127.0.0.1"
-_DEATH_KNOWN_S = 30  # Ray asks a silent node five times, every three seconds, before it calls it dead
-
-
+_DEATH_KNOWN_S = (
+    30  # Ray asks a silent node five times, every three seconds, before it calls it dead
+)
 
 
 class Cluster:
@@ -57,14 +57,19 @@ class Cluster:
     `with_engines=False`: the policy alone, to train on what was played before."""
 
     def __init__(
-        self, config: Config, *, with_policy: bool = True, with_engines: bool = True, log: Path | None = None
+        self,
+        config: Config,
+        *,
+        with_policy: bool = True,
+        with_engines: bool = True,
+        log: Path | None = None,
     ):
         self.config, self.log = config, str(log.resolve()) if log else None
         self.with_policy, self.with_engines = with_policy, with_engines
         self.policy: Policy | None = None
         self.engines: Fleet | None = None
         self._exits = ExitStack()  # what undoes each thing that was begun, the last first
-        self._pushing = threading.Lock()  # the policy sends to one set of engines at a time
+        self._syncing = threading.Lock()  # the policy sends to one set of engines at a time
 
     def __enter__(self) -> "Cluster":
         try:
@@ -91,11 +96,11 @@ class Cluster:
     def sync(self) -> int:
         """Push the policy's weights to every engine; returns their version. Calls in flight are frozen meanwhile, or
         have ended before (async.finish_calls)."""
-        with self._pushing:
+        with self._syncing:
             self._rest()
             self.engines.pause(self.config.asynchronous.finish_calls)
             self.engines.wake("weights")
-            version = self.policy.push(self.engines.serving())
+            version = self.policy.sync_weights(self.engines.serving())
             self.engines.wake("kv_cache")
             self.engines.resume()
         return version
@@ -106,8 +111,8 @@ class Cluster:
 
     def _refresh(self, handle: Any, serve: Callable[[], None]) -> None:
         """The same for one engine that does not serve yet, and does before the next push."""
-        with self._pushing:
-            self.policy.push([handle])
+        with self._syncing:
+            self.policy.sync_weights([handle])
             serve()
 
     # ------------------------------------------------------------ Ray
@@ -118,7 +123,7 @@ class Cluster:
         quiet = dict(log_to_driver=False, logging_level="ERROR")
         signals.has_started()
         if address:
-            refuse_dead_address(address)
+            check_address(address)
             self._exits.callback(ray.shutdown)
             with signals.postponed(), signals_left_alone():
                 ray.init(address=address, **quiet)
@@ -140,9 +145,11 @@ class Cluster:
 
     def _reserve(self) -> None:
         if self._backend in GPU_BACKENDS and not self.has_gpu:
-            raise ClusterError(f"sync.backend = {self._backend}: the cluster has no GPU; use shm, or auto")
+            raise ClusterError(
+                f"sync.backend = {self._backend}: the cluster has no GPU; use shm, or auto"
+            )
         bundles = self._bundles()
-        refuse_too_small(bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        check_capacity(bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
         self._group = placement_group(bundles, strategy="PACK")
         self._exits.callback(remove_placement_group, self._group)
         timeout = self.config.cluster.timeout_s
@@ -152,7 +159,9 @@ class Cluster:
                 f"{_add_up([ray.available_resources()])} free after cluster.timeout_s = {timeout}"
             )
         if self.with_policy and self.with_engines and self._backend == "shm":
-            refuse_several_machines(placement_group_table(self._group)["bundles_to_node_id"].values(), ray.nodes())
+            check_one_machine(
+                placement_group_table(self._group)["bundles_to_node_id"].values(), ray.nodes()
+            )
 
     @property
     def has_gpu(self) -> bool:
@@ -172,15 +181,21 @@ class Cluster:
             return {"CPU": cpus * processes} | ({"GPU": gpus} if self.has_gpu else {})
 
         of_ranks = [bundle(1, 1 if own_places else 2)] * ranks
-        return of_ranks + ([bundle(engine.tensor_parallel, 1)] * engine.num_engines if own_places and self.with_engines else [])
+        return of_ranks + (
+            [bundle(engine.tensor_parallel, 1)] * engine.num_engines
+            if own_places and self.with_engines
+            else []
+        )
 
     # ------------------------------------------------------------ processes
 
     def _spawn(self) -> None:
         config = self.config
         if self.with_policy:
-            actors = [self._actor(PolicyRank, rank, 1, config, os.getcwd(), self.log)
-                      for rank in range(config.policy.ranks)]
+            actors = [
+                self._actor(PolicyRank, rank, 1, config, os.getcwd(), self.log)
+                for rank in range(config.policy.ranks)
+            ]
             self._exits.callback(_kill, actors)
             self.policy = Policy(actors)
         if self.with_engines:
@@ -199,20 +214,23 @@ class Cluster:
         with waiting("engines"):
             self.engines.start()
             if self.with_policy:
-                self._first_push()
+                self._first_sync()
             self.engines.open()
 
-    def _first_push(self) -> None:
-        with self._pushing:
-            self.policy.push([seat.handle for seat in self.engines.seats])
+    def _first_sync(self) -> None:
+        with self._syncing:
+            self.policy.sync_weights([slot.handle for slot in self.engines.slots])
 
     def _spawn_engine(self, index: int):
         config = self.config
         if self.with_policy:
-            self.policy.refuse_lost_node()  # without its ranks an engine would wait for weights that never come
+            self.policy.check_nodes_alive()  # without its ranks an engine would wait for weights that never come
         shares = self.with_policy and config.cluster.colocate
-        bundle, gpu_ids = (self.policy.share(index, config.engine.tensor_parallel) if shares else
-                           (index + (config.policy.ranks if self.with_policy else 0), None))
+        bundle, gpu_ids = (
+            self.policy.share(index, config.engine.tensor_parallel)
+            if shares
+            else (index + (config.policy.ranks if self.with_policy else 0), None)
+        )
         setup = Setup(
             index=index,
             backend=self._backend,
@@ -222,16 +240,22 @@ class Cluster:
             folder=os.getcwd(),
             log=self.log,
         )
-        return self._actor(Engine, bundle, 0 if shares else config.engine.tensor_parallel, config, setup)
+        return self._actor(
+            Engine, bundle, 0 if shares else config.engine.tensor_parallel, config, setup
+        )
 
     def _actor(self, kind: type, bundle: int, gpus: int, *arguments):
         options = dict(
             num_cpus=self.config.cluster.cpus_per_process,
             num_gpus=gpus if self.has_gpu else 0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle
+            ),
         )
         if kind is Engine:
-            options["max_concurrency"] = 100_000  # vLLM decides how many calls run, the others wait in its queue
+            options["max_concurrency"] = (
+                100_000  # vLLM decides how many calls run, the others wait in its queue
+            )
         return ray.remote(kind).options(**options).remote(*arguments)
 
 
@@ -261,8 +285,13 @@ def on_this_machine_alone(folder: str) -> Iterator[None]:
     token = Path(folder) / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_TOKEN": None,
-             "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
+    given = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_AUTH_TOKEN": None,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": LOOPBACK,
+    }
     before = {name: os.environ.get(name) for name in given}
     _set_environment(given)
     # services.resolve_ip_for_localhost makes another address of 127.0.0.1 unless Ray is for one machine only.
@@ -296,12 +325,14 @@ def start_ray(**given) -> None:
                 raise
             for process in set(psutil.Process().children()) - others:
                 process.kill()
-    raise ClusterError(f"Ray did not start, {RAY_STARTS} times; the machine is too busy, or memory or disk are full")
+    raise ClusterError(
+        f"Ray did not start, {RAY_STARTS} times; the machine is too busy, or memory or disk are full"
+    )
 
 
-def refuse_dead_address(address: str) -> None:
+def check_address(address: str) -> None:
     """Ray itself would try for minutes."""
-    wrong = wrong_address(address)
+    wrong = address_problem(address)
     if wrong is not None:
         raise ClusterError(f"cluster.address or $RAY_ADDRESS = {address}: {wrong}")
     host, _, port = address.rpartition(":")
@@ -310,14 +341,19 @@ def refuse_dead_address(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
-        raise ClusterError(f"cluster.address = {address}: no Ray there ({error.strerror or error})") from None
+        raise ClusterError(
+            f"cluster.address = {address}: no Ray there ({error.strerror or error})"
+        ) from None
 
 
-def refuse_too_small(bundles: list[dict[str, float]], nodes: list[dict[str, float]]) -> None:
+def check_capacity(bundles: list[dict[str, float]], nodes: list[dict[str, float]]) -> None:
     """Fill the nodes with the bundles, the largest first; what does not fit in an empty cluster never will."""
     free = [dict(node) for node in nodes]
     for bundle in sorted(bundles, key=lambda b: (b.get("GPU", 0), b["CPU"]), reverse=True):
-        node = next((n for n in free if all(n.get(kind, 0) >= amount for kind, amount in bundle.items())), None)
+        node = next(
+            (n for n in free if all(n.get(kind, 0) >= amount for kind, amount in bundle.items())),
+            None,
+        )
         if node is None:
             raise ClusterError(
                 f"the cluster is too small: {len(bundles)} places with {_add_up(bundles)} in all are needed, "
@@ -327,23 +363,30 @@ def refuse_too_small(bundles: list[dict[str, float]], nodes: list[dict[str, floa
             node[kind] -= amount
 
 
-def refuse_several_machines(places: Iterable[str], nodes: list[dict]) -> None:
+def check_one_machine(places: Iterable[str], nodes: list[dict]) -> None:
     """`places` are ids of the nodes that the job is on, of which a machine may have several."""
     places = set(places)
     machines = sorted({node["NodeManagerHostname"] for node in nodes if node["NodeID"] in places})
     if len(machines) > 1:
-        raise ClusterError(f"sync.backend = shm, which is what there is without GPUs: ranks and engines share memory, "
-                           f"so they must be on one machine; there is room for them on {', '.join(machines)} only")
+        raise ClusterError(
+            f"sync.backend = shm, which is what there is without GPUs: ranks and engines share memory, "
+            f"so they must be on one machine; there is room for them on {', '.join(machines)} only"
+        )
 
 
 def _hint(bundles: list[dict[str, float]]) -> str:
     gpus = any("GPU" in bundle for bundle in bundles)
-    return "lower policy.ranks, engine.num_engines or " + ("set cluster.colocate" if gpus else "cluster.cpus_per_process")
+    return "lower policy.ranks, engine.num_engines or " + (
+        "set cluster.colocate" if gpus else "cluster.cpus_per_process"
+    )
 
 
 def _add_up(resources: list[dict[str, float]]) -> str:
     kinds = [kind for kind in ("GPU", "CPU") if any(kind in r for r in resources)]
-    return " and ".join(f"{sum(r.get(kind, 0) for r in resources):g} {kind}" for kind in kinds) or "nothing"
+    return (
+        " and ".join(f"{sum(r.get(kind, 0) for r in resources):g} {kind}" for kind in kinds)
+        or "nothing"
+    )
 
 
 # ---------------------------------------------------------------- the policy
@@ -383,8 +426,8 @@ class PolicyRank:
     def call(self, method: str, *arguments, **named) -> Any:
         return getattr(self.worker, method)(*arguments, **named)
 
-    def push(self, engines: list) -> int:
-        self.sender.push(engines, self.worker.step)
+    def sync_weights(self, engines: list) -> int:
+        self.sender.send(engines, self.worker.step)
         return self.worker.step
 
 
@@ -400,7 +443,9 @@ class Policy:
 
     def start(self, backend: str) -> None:
         address = ray.get(self.ranks[0].free_address.remote())
-        self.data_ranks = ray.get([actor.start.remote(rank, address, backend) for rank, actor in enumerate(self.ranks)])
+        self.data_ranks = ray.get(
+            [actor.start.remote(rank, address, backend) for rank, actor in enumerate(self.ranks)]
+        )
 
     def call(self, method: str, *arguments, **named) -> list:
         """`PolicyWorker.method` on every rank with the same arguments, which travel once per node."""
@@ -412,15 +457,17 @@ class Policy:
         parts = [ray.put(part) for part in by_data_rank]
         return self._collect(lambda actor, data_rank: actor.call.remote(method, parts[data_rank]))
 
-    def push(self, engines: list) -> int:
+    def sync_weights(self, engines: list) -> int:
         """Weights to these engines' actors; returns the version: the optimizer steps behind them."""
-        return self._collect(lambda actor, _: actor.push.remote(engines))[0]
+        return self._collect(lambda actor, _: actor.sync_weights.remote(engines))[0]
 
     def _collect(self, submit: Callable[[Any, int], Any]) -> list:
         """Results of a call of every rank. A restarted engine is sent weights by another thread, and all ranks must see
         both threads' calls in one order: they are collective."""
         with self._submitting:
-            calls = [submit(actor, data_rank) for actor, data_rank in zip(self.ranks, self.data_ranks)]
+            calls = [
+                submit(actor, data_rank) for actor, data_rank in zip(self.ranks, self.data_ranks)
+            ]
         try:
             return ray.get(calls)
         except RayTaskError as error:
@@ -432,14 +479,20 @@ class Policy:
         """Where an engine lives on the places of ranks: a bundle, and the GPUs of as many ranks as it needs."""
         bundles = self._order[engine * tensor : (engine + 1) * tensor]
         if len({self._where[bundle][0] for bundle in bundles}) > 1:
-            raise ClusterError(f"engine.tensor_parallel = {tensor}: the GPUs of engine {engine} lie on several nodes")
+            raise ClusterError(
+                f"engine.tensor_parallel = {tensor}: the GPUs of engine {engine} lie on several nodes"
+            )
         return bundles[0], tuple(gpu for bundle in bundles for gpu in self._where[bundle][1])
 
-    def refuse_lost_node(self) -> None:
+    def check_nodes_alive(self) -> None:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        lost = [rank for rank, bundle in enumerate(self._order) if self._where[bundle][0] not in alive]
+        lost = [
+            rank for rank, bundle in enumerate(self._order) if self._where[bundle][0] not in alive
+        ]
         if lost:
-            raise ClusterError(f"the node of the policy's rank(s) {', '.join(map(str, lost))} is lost")
+            raise ClusterError(
+                f"the node of the policy's rank(s) {', '.join(map(str, lost))} is lost"
+            )
 
 
 def raise_death(calls: list) -> None:

@@ -18,11 +18,31 @@ from urllib.parse import quote, unquote
 HIDDEN = "***"
 SHORTEST = 4  # characters of a value that is looked for: less is no secret, and in every other text
 _VARIABLE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
-_SECRET_WORDS = {"apikey", "apikeys", "auth", "authorization", "bearer", "credential", "credentials", "oauth",
-                 "passphrase", "passphrases", "passwd", "password", "passwords", "pwd", "secret", "secrets", "sig",
-                 "signature", "token"}
-_SECRET_PARTS = re.compile(r"(^|_)keys?$|(api|access|private|secret|service|account)_?keys?(_id)?$"
-                           r"|(access|api|auth|refresh|session)_?tokens$")
+_SECRET_WORDS = {
+    "apikey",
+    "apikeys",
+    "auth",
+    "authorization",
+    "bearer",
+    "credential",
+    "credentials",
+    "oauth",
+    "passphrase",
+    "passphrases",
+    "passwd",
+    "password",
+    "passwords",
+    "pwd",
+    "secret",
+    "secrets",
+    "sig",
+    "signature",
+    "token",
+}
+_SECRET_PARTS = re.compile(
+    r"(^|_)keys?$|(api|access|private|secret|service|account)_?keys?(_id)?$"
+    r"|(access|api|auth|refresh|session)_?tokens$"
+)
 _AMOUNTS = re.compile(r"token_(budget|count|length|limit|size)")  # of what a model reads
 _NEW_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 # user:password@ reaches to the last @: a password may hold @ and /. Without a colon, to the last @ before the path.
@@ -65,7 +85,9 @@ _forms: dict[str, set[str]] = {}  # value of a variable that was read → how it
 
 def hide(text: str) -> str:
     """`text` without the values of variables. Before it is cut: half a value is not found."""
-    for form in sorted((form for forms in _forms.values() for form in forms), key=len, reverse=True):
+    for form in sorted(
+        (form for forms in _forms.values() for form in forms), key=len, reverse=True
+    ):
         text = text.replace(form, HIDDEN)
     return text
 
@@ -92,7 +114,10 @@ def redacted(tree: dict[str, Any]) -> dict[str, Any]:
 def _redacted(value: Any, is_secret: bool) -> Any:
     """`is_secret`: whether a key above it sounds so."""
     if isinstance(value, dict):
-        return {key: _redacted(entry, is_secret or _sounds_secret(str(key))) for key, entry in value.items()}
+        return {
+            key: _redacted(entry, is_secret or _sounds_secret(str(key)))
+            for key, entry in value.items()
+        }
     if isinstance(value, list):
         return [_redacted(entry, is_secret) for entry in value]
     if value is None or value == "" or isinstance(value, bool):  # they hold no secret

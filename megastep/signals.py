@@ -1,11 +1,11 @@
 """SIGTERM and SIGINT, from the first moment to the last.
 
-    at first        nothing has started: the process ends at once with a line. No exception is raised: in the middle of
-                    an import it would end in a traceback of a library, or in a crash of one.
-    postponed       Ray starts: what is raised would leave its processes behind. The signal counts when it has started.
-    afterwards      SIGTERM: the machine will soon be taken away, by a time limit, a scheduler or a person. `Stopped` is
-                    raised wherever the run is; once it has something to keep, the loop is asked instead and ends at
-                    the next moment at which nothing is lost (trainer/loop.py). SIGINT raises KeyboardInterrupt.
+at first        nothing has started: the process ends at once with a line. No exception is raised: in the middle of
+                an import it would end in a traceback of a library, or in a crash of one.
+postponed       Ray starts: what is raised would leave its processes behind. The signal counts when it has started.
+afterwards      SIGTERM: the machine will soon be taken away, by a time limit, a scheduler or a person. `Stopped` is
+                raised wherever the run is; once it has something to keep, the loop is asked instead and ends at
+                the next moment at which nothing is lost (trainer/loop.py). SIGINT raises KeyboardInterrupt.
 """
 
 import os
@@ -17,7 +17,10 @@ from contextlib import contextmanager, suppress
 EXIT_CODE = 75  # EX_TEMPFAIL: it was stopped and can be run again
 INTERRUPTED = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_NOTHING_YET = {signal.SIGTERM: (b"stopped", EXIT_CODE), signal.SIGINT: (b"interrupted", INTERRUPTED)}
+_NOTHING_YET = {
+    signal.SIGTERM: (b"stopped", EXIT_CODE),
+    signal.SIGINT: (b"interrupted", INTERRUPTED),
+}
 
 
 class Stopped(BaseException):
@@ -28,7 +31,7 @@ class Stopped(BaseException):
 _ask: Callable[[], None] | None = None
 _has_started = False
 _postponed: list[int] | None = None  # signals that came meanwhile
-_how_to_go_on: Callable[[], str] | None = None
+_resume_hint: Callable[[], str] | None = None
 
 
 def listen() -> None:
@@ -39,9 +42,9 @@ def listen() -> None:
 @contextmanager
 def listening() -> Iterator[None]:
     """For the length of a command; what was there before comes back."""
-    global _has_started, _how_to_go_on
+    global _has_started, _resume_hint
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    _has_started, _how_to_go_on = False, None
+    _has_started, _resume_hint = False, None
     listen()
     try:
         yield
@@ -108,11 +111,11 @@ def asks(ask: Callable[[], None]) -> Iterator[None]:
         _ask = None
 
 
-def advise(how_to_go_on: Callable[[], str]) -> None:
+def advise(resume_hint: Callable[[], str]) -> None:
     """What `advice` returns from now on; asked at the end, when it is known what was kept."""
-    global _how_to_go_on
-    _how_to_go_on = how_to_go_on
+    global _resume_hint
+    _resume_hint = resume_hint
 
 
 def advice() -> str:
-    return "" if _how_to_go_on is None else f"; {_how_to_go_on()}"
+    return "" if _resume_hint is None else f"; {_resume_hint()}"

@@ -33,12 +33,8 @@ import numpy as np
 
 FINISHES = ("stop", "length", "context", "abort", "error")
 FREE = -1  # an expert index: the live router decides
-FILLER = -1  # group, trajectory and step of a row that belongs to nobody
+PADDING = -1  # group, trajectory and step of a row that belongs to nobody
 MAX_LOGPROB = 1e-4  # 0, and what rounding may add to it
-
-
-
-
 
 
 # ---------------------------------------------------------------- rollouts
@@ -56,15 +52,21 @@ class Step:
     prompt_ids: np.ndarray  # [P] i32
     response_ids: np.ndarray  # [R] i32
     loss_mask: np.ndarray  # [R] bool: which response tokens are trained
-    logprobs: np.ndarray | None  # [R] f32 under the policy that sampled them, of trained tokens; None: not recorded
-    versions: np.ndarray  # [V, 2] i32: a policy version, and how many response tokens in a row it sampled
+    logprobs: (
+        np.ndarray | None
+    )  # [R] f32 under the policy that sampled them, of trained tokens; None: not recorded
+    versions: (
+        np.ndarray
+    )  # [V, 2] i32: a policy version, and how many response tokens in a row it sampled
     reward: float = 0.0
     finish: str = "stop"
     # Experts of the tokens routing_start, routing_start + 1, ... as the engine recorded them. It never forwards
     # the last token it samples, and may leave out a prefix of the prompt that an earlier step has recorded.
     routing: np.ndarray | None = None  # [n, L, K] u8 or i16
     routing_start: int = 0
-    state: int | None = None  # the environment's name for where it was; None: the prompt is the name
+    state: int | None = (
+        None  # the environment's name for where it was; None: the prompt is the name
+    )
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
@@ -105,7 +107,9 @@ class ExpertShape:
 
     experts: int  # per layer
     top_k: int
-    moe_layers: tuple[bool, ...]  # of all layers, those with experts; what is recorded for the others means nothing
+    moe_layers: tuple[
+        bool, ...
+    ]  # of all layers, those with experts; what is recorded for the others means nothing
 
 
 # ---------------------------------------------------------------- samples and tries
@@ -130,9 +134,9 @@ class LossTable:
     src: np.ndarray  # [N] i32: the trie token whose hidden state predicts the target
     target: np.ndarray  # [N] i32
     advantage: np.ndarray  # [N] f32
-    weight: np.ndarray  # [N] f32; 0 for a filler
+    weight: np.ndarray  # [N] f32; 0 for a padding
     rollout_logprob: np.ndarray  # [N] f32; NaN where the rollout recorded none
-    group: np.ndarray  # [N] i32; FILLER for a filler
+    group: np.ndarray  # [N] i32; PADDING for a padding
     trajectory: np.ndarray  # [N] i32
     step: np.ndarray  # [N] i32
     old_logprob: np.ndarray | None = None  # [N] f32: under the policy before the update
@@ -151,7 +155,9 @@ class LossTable:
 
     def take(self, rows: np.ndarray | slice) -> "LossTable":
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        return LossTable(**{name: None if column is None else column[rows] for name, column in columns.items()})
+        return LossTable(
+            **{name: None if column is None else column[rows] for name, column in columns.items()}
+        )
 
 
 @dataclass(eq=False)
@@ -219,7 +225,7 @@ class Trie:
 
 @dataclass(eq=False)
 class MicroBatch:
-    """A forest under the token budget, padded to the alignment. A filler has one row, of weight 0, no real token."""
+    """A forest under the token budget, padded to the alignment. A padding has one row, of weight 0, no real token."""
 
     trie: Trie
     real_tokens: int  # the tokens before the padding

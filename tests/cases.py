@@ -12,18 +12,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megastep.errors import CheckpointError, ReplayError, TrainingError
-from megastep.config import Config, ParallelConfig
-from megastep.trainer.learner import Learner
 from megastep.checkpoint import saver
-from megastep.distributed import parallel
 from megastep.checkpoint.loop_state import LoopState
 from megastep.checkpoint.manifest import hash_files
+from megastep.config import Config, ParallelConfig
+from megastep.distributed import parallel
+from megastep.errors import CheckpointError, ReplayError, TrainingError
 from megastep.policy.worker import PolicyWorker
 from megastep.samples import lay_out
 from megastep.samples.packing import join
-from megastep.weights.hf_files import HFReader
+from megastep.trainer.learner import Learner
 from megastep.types import Sample
+from megastep.weights.hf_files import HFReader
 from tests import ranks
 from tests.models import some_tokens
 from tests.policy import updates as update_rollouts
@@ -57,10 +57,19 @@ def next_token_batches(worker: PolicyWorker):
     """This rank's micro-batches of some_tokens: each token but the first is trained, all with the same weight."""
     tokens = some_tokens().numpy().astype(np.int32)
     weight = 1 / tokens[:, 1:].size
-    samples = [Sample(step(0, t[:1], t[1:]), i, 0, advantage=1.0, weight=weight) for i, t in enumerate(tokens)]
+    samples = [
+        Sample(step(0, t[:1], t[1:]), i, 0, advantage=1.0, weight=weight)
+        for i, t in enumerate(tokens)
+    ]
     p = worker.config.policy.parallel
-    batches, _ = lay_out(samples, parallel.place().data_size, budget_tokens=2 * tokens.shape[1], align_tokens=p.tensor,
-                         layout="flat", rounds_of=p.pipeline if p.virtual > 1 else 1)
+    batches, _ = lay_out(
+        samples,
+        parallel.place().data_size,
+        budget_tokens=2 * tokens.shape[1],
+        align_tokens=p.tensor,
+        layout="flat",
+        rounds_of=p.pipeline if p.virtual > 1 else 1,
+    )
     return batches[parallel.place().data]
 
 
@@ -77,7 +86,9 @@ def logprobs_and_round_trip(folder, layout: dict):
     found = {}
     for batch, (logprobs, entropies) in zip(batches, worker.logprobs_and_entropies(batches)):
         loss = batch.trie.loss
-        for g, src, *values in zip(loss.group.tolist(), loss.src, logprobs.tolist(), entropies.tolist()):
+        for g, src, *values in zip(
+            loss.group.tolist(), loss.src, logprobs.tolist(), entropies.tolist()
+        ):
             if g >= 0:
                 found[g, int(batch.trie.position[src]) + 1] = values
     place = parallel.place()
@@ -101,7 +112,11 @@ def steps_with_rests(folder, layout: dict, steps: int) -> tuple[list[dict], int]
     for _ in range(steps):
         metrics.append(next_token_step(worker))
         worker.rest()
-        left = sum(p.main_grad.untyped_storage().nbytes() for chunk in worker.chunks for p in chunk.parameters())
+        left = sum(
+            p.main_grad.untyped_storage().nbytes()
+            for chunk in worker.chunks
+            for p in chunk.parameters()
+        )
         worker.wake()
     return metrics, left
 
@@ -116,7 +131,9 @@ def tied_copies(folder, layout: dict, steps: int):
 
 
 def export(folder, layout: dict, destination, precision: str = "fp32") -> None:
-    make_worker(folder, layout, {"policy.precision": precision}).export(destination, shard_bytes=200_000)
+    make_worker(folder, layout, {"policy.precision": precision}).export(
+        destination, shard_bytes=200_000
+    )
 
 
 def fresh_tensors(folder, layout: dict, seed: int) -> dict[str, np.ndarray]:
@@ -125,9 +142,13 @@ def fresh_tensors(folder, layout: dict, seed: int) -> dict[str, np.ndarray]:
     return {name: tensor.numpy().copy() for name, tensor in worker.hf_tensors()}
 
 
-def save_then_go_on(folder, layout: dict, root, before: int, after: int, precision: str = "fp32", asynchronous=False):
+def save_then_go_on(
+    folder, layout: dict, root, before: int, after: int, precision: str = "fp32", asynchronous=False
+):
     """Steps, a checkpoint, more steps; the metrics of the steps after the checkpoint."""
-    worker = make_worker(folder, layout, {"policy.precision": precision, "checkpoint.asynchronous": asynchronous})
+    worker = make_worker(
+        folder, layout, {"policy.precision": precision, "checkpoint.asynchronous": asynchronous}
+    )
     for _ in range(before):
         next_token_step(worker)
     worker.save(root, LoopState(worker.step))
@@ -147,7 +168,9 @@ def saves(folder, root, settings: dict, count: int) -> None:
     worker.finish_saving()
 
 
-def load_and_go_on(folder, layout: dict, checkpoint, steps: int, precision: str = "fp32") -> list[dict]:
+def load_and_go_on(
+    folder, layout: dict, checkpoint, steps: int, precision: str = "fp32"
+) -> list[dict]:
     worker = make_worker(folder, layout, {"policy.precision": precision})
     worker.load(checkpoint)
     return [next_token_step(worker) for _ in range(steps)]
@@ -228,8 +251,12 @@ def save_and_export(folder, layout: dict, root, destination) -> None:
 
 
 UPDATE = {
-    "loss.type": "ppo_clip", "loss.old_logprobs": "rollout", "loss.clip_high": 0.3, "routing_replay.min_agreement": 0.0,
-    "optimizer.lr": update_rollouts.LR, "optimizer.eps": update_rollouts.EPS,
+    "loss.type": "ppo_clip",
+    "loss.old_logprobs": "rollout",
+    "loss.clip_high": 0.3,
+    "routing_replay.min_agreement": 0.0,
+    "optimizer.lr": update_rollouts.LR,
+    "optimizer.eps": update_rollouts.EPS,
 }
 
 
@@ -251,11 +278,19 @@ def _update_from(worker, initial, samples_layout: str, budget: int | None, repla
     if budget is None:  # the least that holds the longest path
         longest = update_rollouts.longest_path(groups)
         budget = -(-longest // p.tensor) * p.tensor
-    batches = update_rollouts.micro_batches(groups, place.data_size, budget, samples_layout, p.tensor,
-                                            p.pipeline if p.virtual > 1 else 1)
+    batches = update_rollouts.micro_batches(
+        groups,
+        place.data_size,
+        budget,
+        samples_layout,
+        p.tensor,
+        p.pipeline if p.virtual > 1 else 1,
+    )
     update = worker.update(batches[place.data])
     assert update.skipped is None
-    result = {name: update.metrics[f"train/{name}"] for name in ("loss", "grad_norm", "tokens_trained")}
+    result = {
+        name: update.metrics[f"train/{name}"] for name in ("loss", "grad_norm", "tokens_trained")
+    }
     tensors = {name: tensor.numpy().copy() for name, tensor in worker.hf_tensors()}
     return {**result, "micro_batches": len(batches[0]), "parameters": tensors}
 
@@ -357,7 +392,9 @@ def bucket_sizes(folder, settings: dict) -> list[int]:
 def batches_of(worker, groups, budget: int = 4096):
     place, p = parallel.place(), worker.config.policy.parallel
     rounds_of = p.pipeline if p.virtual > 1 else 1
-    return update_rollouts.micro_batches(groups, place.data_size, budget, "trie", p.tensor, rounds_of)[place.data]
+    return update_rollouts.micro_batches(
+        groups, place.data_size, budget, "trie", p.tensor, rounds_of
+    )[place.data]
 
 
 def by_step(batches, values) -> dict:
@@ -372,8 +409,14 @@ def by_step(batches, values) -> dict:
     return {key: np.array(column) for key, column in found.items()}
 
 
-def logprobs_of(folder, layout: dict, groups, replay: bool = True, temperature: float = 1.0) -> dict:
-    settings = {"loss.type": "reinforce", "routing_replay.enabled": replay, "rollout.temperature": temperature}
+def logprobs_of(
+    folder, layout: dict, groups, replay: bool = True, temperature: float = 1.0
+) -> dict:
+    settings = {
+        "loss.type": "reinforce",
+        "routing_replay.enabled": replay,
+        "rollout.temperature": temperature,
+    }
     worker = make_worker(folder, layout, settings)
     batches = batches_of(worker, groups)
     return by_step(batches, worker.logprobs(batches))
@@ -388,7 +431,9 @@ def old_logprobs(folder, layout: dict, groups, budget: int) -> dict:
 
 
 def reference_after_updates(folder, layout: dict, groups) -> list[dict]:
-    worker = make_worker(folder, layout, {"loss.kl_coef": 0.1, "loss.type": "reinforce", "optimizer.lr": 1e-2})
+    worker = make_worker(
+        folder, layout, {"loss.kl_coef": 0.1, "loss.type": "reinforce", "optimizer.lr": 1e-2}
+    )
     batches = batches_of(worker, groups)
     before = by_step(batches, worker.logprobs(batches))
     worker.remember_reference(batches)
@@ -411,11 +456,17 @@ def shifted_then_right(folder, layout: dict, shifted, groups) -> tuple:
     unchanged = all(torch.equal(p, b) for p, b in zip(worker._parameters(), before))
     if any(step.routing is None for step in update_rollouts.steps_of(groups)):
         return error, unchanged, None
-    return error, unchanged, worker.update(batches_of(worker, groups)).metrics["replay/agreement"]
+    return (
+        error,
+        unchanged,
+        worker.update(batches_of(worker, groups)).metrics["routing_replay/agreement"],
+    )
 
 
 def bad_then_good_update(folder, layout: dict, trouble: str) -> tuple:
-    worker = make_worker(folder, layout, {"loss.type": "reinforce", "routing_replay.enabled": False})
+    worker = make_worker(
+        folder, layout, {"loss.type": "reinforce", "routing_replay.enabled": False}
+    )
     batches = batches_of(worker, update_rollouts.make_groups(replay=False))
     hook = None
     if trouble == "advantage":
@@ -435,16 +486,20 @@ def bad_then_good_update(folder, layout: dict, trouble: str) -> tuple:
     return bad.skipped, bad.metrics["train/skipped"], unchanged, changed, good.skipped
 
 
-def router_loss_gradients(folder, layout: dict, align: int, fillers: int, settings: dict = {}) -> dict[str, np.ndarray]:
+def router_loss_gradients(
+    folder, layout: dict, align: int, paddings: int, settings: dict = {}
+) -> dict[str, np.ndarray]:
     """Of router losses alone, by HF name: from some_tokens in one micro-batch, which is the first data rank's, and
-    fillers. Adam with such an eps subtracts the gradient as it is."""
+    paddings. Adam with such an eps subtracts the gradient as it is."""
     of_routers = {"policy.moe_aux_loss_coef": 0.3, "policy.moe_z_loss_coef": 0.02}
     adam = {"optimizer.lr": 1e5, "optimizer.eps": 1e5, "optimizer.clip_grad": 0.0}
     worker = make_worker(folder, layout, {**of_routers, **adam, **settings})
     tokens = some_tokens().numpy().astype(np.int32)
-    samples = [Sample(step(0, t[:1], t[1:]), i, 0, advantage=1.0, weight=0.0) for i, t in enumerate(tokens)]
+    samples = [
+        Sample(step(0, t[:1], t[1:]), i, 0, advantage=1.0, weight=0.0) for i, t in enumerate(tokens)
+    ]
     [[real]], _ = lay_out(samples, ranks=1, budget_tokens=128, align_tokens=align, layout="flat")
-    batches = [join([], align, None) for _ in range(1 + fillers)]
+    batches = [join([], align, None) for _ in range(1 + paddings)]
     if parallel.place().data == 0:
         batches[0] = real
     before = {name: tensor.numpy().copy() for name, tensor in worker.hf_tensors()}
@@ -454,23 +509,32 @@ def router_loss_gradients(folder, layout: dict, align: int, fillers: int, settin
 
 def empty_update(folder, layout: dict) -> dict:
     """A mini-batch that trains, one without a trained token, and one of which the first data rank has all."""
-    worker = make_worker(folder, layout, {"loss.type": "reinforce", "loss.kl_coef": 0.1, "optimizer.schedule": "linear",
-                                          "policy.moe_z_loss_coef": 0.1})
+    worker = make_worker(
+        folder,
+        layout,
+        {
+            "loss.type": "reinforce",
+            "loss.kl_coef": 0.1,
+            "optimizer.schedule": "linear",
+            "policy.moe_z_loss_coef": 0.1,
+        },
+    )
     worker.begin(worker.config.optimizer, worker.config.policy_loss, optimizer_steps=4)
     align = worker.config.policy.parallel.tensor
     groups = update_rollouts.make_groups(replay=False)
     real = update_rollouts.micro_batches(groups, 1, 4096, "trie", align)[0]
-    fillers = [join([], align, None) for _ in real]
-    mine = real if parallel.place().data == 0 else fillers
+    paddings = [join([], align, None) for _ in real]
+    mine = real if parallel.place().data == 0 else paddings
     trains = worker.learn([mine])[0]
     weights, adam = _weights_and_adam(worker)
-    empty = worker.learn([fillers])[0]
+    empty = worker.learn([paddings])[0]
     weights_then, adam_then = _weights_and_adam(worker)
     trains_again = worker.learn([mine])[0]
     return {
         "metrics": [trains.metrics, empty.metrics, trains_again.metrics],
         "skipped": empty.skipped,
-        "unchanged": all(map(torch.equal, weights, weights_then)) and all(map(torch.equal, adam, adam_then)),
+        "unchanged": all(map(torch.equal, weights, weights_then))
+        and all(map(torch.equal, adam, adam_then)),
         "changed_again": not all(map(torch.equal, weights, _weights_and_adam(worker)[0])),
         "steps": worker.step,
     }
@@ -481,8 +545,16 @@ def learn_with_masked(folder, masked: list[list[int]]) -> list[tuple[dict, bool]
     from megastep.trainer.learner import Learner
     from megastep.trainer.loop import sift
 
-    worker = make_worker(folder, {}, {"loss.type": "reinforce", "filters.truncated": "mask", "rollout.prompts": 2,
-                                      "train.mini_batch_prompts": 1})
+    worker = make_worker(
+        folder,
+        {},
+        {
+            "loss.type": "reinforce",
+            "filters.truncated": "mask",
+            "rollout.prompts": 2,
+            "train.mini_batch_prompts": 1,
+        },
+    )
     learner = Learner(worker.config, LocalPolicy(worker))
     found = []
     for ids in masked:
@@ -509,8 +581,8 @@ def fresh_then_trained(folder, layout: dict, root, groups) -> tuple[dict, dict]:
 def resumed_reference(folder, layout: dict, root, groups) -> tuple[dict, dict]:
     """Logprobs of the reference and of the policy, in a run that goes on from that checkpoint."""
     from megastep.trainer.learner import Learner
-    from megastep.trainer.rundir import Run
     from megastep.trainer.loop import load_policy
+    from megastep.trainer.rundir import Run
 
     worker = make_worker(folder, layout, FRESH_WITH_REFERENCE)
     run = Run(root, root / "checkpoints" / "step_2", LoopState(2))
@@ -518,14 +590,23 @@ def resumed_reference(folder, layout: dict, root, groups) -> tuple[dict, dict]:
     batches = batches_of(worker, groups)
     worker.remember_reference(batches)
     with_head = [b for b in batches if b.trie.loss.ref_logprob is not None]
-    return by_step(with_head, [b.trie.loss.ref_logprob for b in with_head]), by_step(batches, worker.logprobs(batches))
+    return by_step(with_head, [b.trie.loss.ref_logprob for b in with_head]), by_step(
+        batches, worker.logprobs(batches)
+    )
 
 
-FRESH_WITH_REFERENCE = {"model.init": "random", "loss.kl_coef": 0.1, "loss.type": "reinforce", "optimizer.lr": 1e-2}
+FRESH_WITH_REFERENCE = {
+    "model.init": "random",
+    "loss.kl_coef": 0.1,
+    "loss.type": "reinforce",
+    "optimizer.lr": 1e-2,
+}
 
 
 def _weights_and_adam(worker) -> tuple[list, list]:
-    states = [s for part in worker.optimizer.chained_optimizers for s in part.optimizer.state.values()]
+    states = [
+        s for part in worker.optimizer.chained_optimizers for s in part.optimizer.state.values()
+    ]
     adam = [value.clone() for state in states for value in state.values()]
     return [p.detach().clone() for p in worker._parameters()], adam
 
@@ -546,7 +627,9 @@ def learning_rates(folder, root, schedules: list[tuple[dict, int, int]]) -> list
                 worker.load(f"{root}/{number}/step_{n}")
             before = [p.detach().clone() for p in worker._parameters()]
             rates.append(next_token_step(worker)["lr"])
-            moved.append(max((p - b).abs().max().item() for p, b in zip(worker._parameters(), before)))
+            moved.append(
+                max((p - b).abs().max().item() for p, b in zip(worker._parameters(), before))
+            )
         results.append((rates, moved))
     return results
 
@@ -561,10 +644,14 @@ def saved_with_a_bad_weight(folder, layout: dict, root, bad_rank: int, value: fl
     """One element of one rank is not finite: what a checkpoint and an export say."""
     worker = make_worker(folder, layout)
     if parallel.place().rank == bad_rank:
-        name, weight = [(n, p) for n, p in worker.chunks[-1].named_parameters() if "linear_proj.weight" in n][-1]
+        name, weight = [
+            (n, p) for n, p in worker.chunks[-1].named_parameters() if "linear_proj.weight" in n
+        ][-1]
         weight.detach().view(-1)[5] = value
-    return [_error_of(lambda: worker.save(root / "checkpoints", LoopState(3))),
-            _error_of(lambda: worker.export(root / "exported"))]
+    return [
+        _error_of(lambda: worker.save(root / "checkpoints", LoopState(3))),
+        _error_of(lambda: worker.export(root / "exported")),
+    ]
 
 
 def _error_of(action) -> str:
@@ -591,7 +678,9 @@ def attach_to_fused_router(folder) -> str:
 # ---------------------------------------------------------------- memory
 
 
-def memory_of_update(folder, layout: dict, settings: dict, tokens: int, micro_batches: int) -> dict[str, int]:
+def memory_of_update(
+    folder, layout: dict, settings: dict, tokens: int, micro_batches: int
+) -> dict[str, int]:
     """Bytes that this rank holds all the time, and the most that one pass over the micro-batches adds."""
     worker, batches = worker_and_batches(folder, layout, settings, tokens, micro_batches)
     worker.update(batches)  # whatever is made once is there
@@ -600,15 +689,26 @@ def memory_of_update(folder, layout: dict, settings: dict, tokens: int, micro_ba
     return resident(worker) | {"activations": min(passes)}
 
 
-def worker_and_batches(folder, layout: dict, settings: dict, tokens: int, micro_batches: int) -> tuple:
+def worker_and_batches(
+    folder, layout: dict, settings: dict, tokens: int, micro_batches: int
+) -> tuple:
     """A worker, and micro-batches of so many tokens, all of which are trained."""
     worker = make_worker(folder, layout, settings)
     vocab = worker.arch.vocab
-    ids = np.random.default_rng(0).integers(vocab, size=(micro_batches * parallel.place().data_size, tokens + 1))
-    samples = [Sample(step(0, row[:1], row[1:]), i, 0, advantage=1.0, weight=1e-3)
-               for i, row in enumerate(ids.astype(np.int32))]
-    batches, _ = lay_out(samples, parallel.place().data_size, budget_tokens=tokens, layout="flat",
-                         align_tokens=worker.config.policy.parallel.tensor)
+    ids = np.random.default_rng(0).integers(
+        vocab, size=(micro_batches * parallel.place().data_size, tokens + 1)
+    )
+    samples = [
+        Sample(step(0, row[:1], row[1:]), i, 0, advantage=1.0, weight=1e-3)
+        for i, row in enumerate(ids.astype(np.int32))
+    ]
+    batches, _ = lay_out(
+        samples,
+        parallel.place().data_size,
+        budget_tokens=tokens,
+        layout="flat",
+        align_tokens=worker.config.policy.parallel.tensor,
+    )
     mine = batches[parallel.place().data]
     assert len(mine) == micro_batches
     return worker, mine
@@ -623,14 +723,21 @@ def resident(worker: PolicyWorker) -> dict[str, int]:
                 state = [v for k, v in part.optimizer.state[param].items() if k != "step"]
                 # A master copy is one if it is not the weight itself.
                 own = param.dtype != worker._megatron.params_dtype
-                optimizer += sum(t.nbytes for t in state + [param] * own if t.device == param.device)
-    return {"weights": sum(b.param_data.nbytes for b in buffers), "optimizer": optimizer,
-            "gradients": sum(b.grad_data.nbytes for b in buffers)}
+                optimizer += sum(
+                    t.nbytes for t in state + [param] * own if t.device == param.device
+                )
+    return {
+        "weights": sum(b.param_data.nbytes for b in buffers),
+        "optimizer": optimizer,
+        "gradients": sum(b.grad_data.nbytes for b in buffers),
+    }
 
 
 def _most_allocated(run) -> int:
     """By torch's profiler: the highest sum of all allocations and releases."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         run()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     return int(np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]).max())

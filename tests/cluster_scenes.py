@@ -4,9 +4,9 @@ import json
 import sys
 import time
 
-from megastep.errors import ClusterError
 from megastep.cluster import Cluster
 from megastep.config import Config
+from megastep.errors import ClusterError
 from tests.engines import Rollouts, export, shake
 from tests.models import some_tokens
 

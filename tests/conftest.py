@@ -1,7 +1,9 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks and tests share the cores
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # see megastep/distributed/cpu.py; torch reads it once
+os.environ.setdefault(
+    "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
+)  # see megastep/distributed/cpu.py; torch reads it once
 os.environ["WANDB_MODE"] = "offline"
 
 import pytest
@@ -9,11 +11,17 @@ import pytest
 from tests.models import make_model
 from tests.ranks import RankPool
 
-
 # Those that start Ray, vLLM or Slurm. They are the last of their worker, and find the memory of the ranks free.
 CLUSTERS = (
-    "test_ray_job.py", "test_slurm.py", "test_two_nodes.py", "test_train.py", "test_train_ends.py", "test_cluster.py",
-    "test_end_to_end.py", "test_sender.py", "test_fleet.py",
+    "test_ray_job.py",
+    "test_slurm.py",
+    "test_two_nodes.py",
+    "test_train.py",
+    "test_train_ends.py",
+    "test_cluster.py",
+    "test_end_to_end.py",
+    "test_sender.py",
+    "test_fleet.py",
 )
 ONE_WORKER = CLUSTERS[:4]  # half of the time
 pools: dict[int, RankPool] = {}

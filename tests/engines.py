@@ -20,15 +20,19 @@ class Rollouts:
         self.cluster = cluster
         self.fleet = cluster.engines
 
-    def ask(self, prompts, sampling: Sampling = GREEDY, sessions=None, **routing) -> list[Generation]:
+    def ask(
+        self, prompts, sampling: Sampling = GREEDY, sessions=None, **routing
+    ) -> list[Generation]:
         """One call per prompt, all at once."""
         sessions = sessions or [f"{id(prompts)}-{i}" for i in range(len(prompts))]
 
         async def all_of_them():
-            return await asyncio.gather(*(
-                self.fleet.generate(np.asarray(p, np.int32), sampling, session=s, **routing)
-                for p, s in zip(prompts, sessions, strict=True)
-            ))
+            return await asyncio.gather(
+                *(
+                    self.fleet.generate(np.asarray(p, np.int32), sampling, session=s, **routing)
+                    for p, s in zip(prompts, sessions, strict=True)
+                )
+            )
 
         return asyncio.run(all_of_them())
 
@@ -37,12 +41,18 @@ class Rollouts:
         config = small_cluster(folder)
         config.policy.parallel = ParallelConfig(**layout)
         address = f"127.0.0.1:{free_port()}"
-        ray.get([rank.__ray_call__.remote(build, config, index, address)
-                 for index, rank in enumerate(self.cluster.policy.ranks)])
+        ray.get(
+            [
+                rank.__ray_call__.remote(build, config, index, address)
+                for index, rank in enumerate(self.cluster.policy.ranks)
+            ]
+        )
 
     def on_ranks(self, function, *arguments) -> list:
         """`function(actor, ...)` in every rank's process."""
-        return ray.get([rank.__ray_call__.remote(function, *arguments) for rank in self.cluster.policy.ranks])
+        return ray.get(
+            [rank.__ray_call__.remote(function, *arguments) for rank in self.cluster.policy.ranks]
+        )
 
 
 def small_cluster(folder) -> Config:

@@ -5,12 +5,28 @@ from pathlib import Path
 # Head sizes of 32 and more: vLLM's CPU attention has no smaller ones.
 VOCAB = 203  # no tensor-parallel size divides it
 SHAPE = dict(
-    hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
-    vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.1, tie_word_embeddings=False,
+    hidden_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=96,
+    vocab_size=VOCAB,
+    max_position_embeddings=256,
+    initializer_range=0.1,
+    tie_word_embeddings=False,
 )
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
@@ -38,7 +54,10 @@ def make_model(folder: Path, name: str, **overrides):
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SHAPE, **extra, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for key, param in model.named_parameters():  # zeros and ones would hide a swapped or forgotten one
+    for (
+        key,
+        param,
+    ) in model.named_parameters():  # zeros and ones would hide a swapped or forgotten one
         if "norm" in key or "bias" in key:
             torch.nn.init.normal_(param, mean=1.0 if "norm" in key else 0.0, std=0.2)
     model.save_pretrained(folder)

@@ -39,7 +39,11 @@ def _plant_entry(folder: Path, is_object: bool, marker: Path) -> None:
     """Behind the last entry of a data file; the metadata leads there."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     kinds = metadata.state_dict_metadata
-    index = next(i for i in metadata.storage_data if isinstance(kinds[i.fqn], BytesStorageMetadata) == is_object)
+    index = next(
+        i
+        for i in metadata.storage_data
+        if isinstance(kinds[i.fqn], BytesStorageMetadata) == is_object
+    )
     place = metadata.storage_data[index]
     blob = io.BytesIO()
     torch.save([Payload(marker)], blob)

@@ -42,7 +42,9 @@ def alive(processes: set[tuple[int, str]]) -> list[str]:
         try:
             stat = _stat(pid)
             if stat[19] == start and stat[0] != "Z":
-                left.append(f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
+                left.append(
+                    f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode()}"
+                )
         except OSError:
             continue
     return left
@@ -65,7 +67,9 @@ def ray_folders(processes: set[tuple[int, str]]) -> set[str]:
     found = set()
     for pid, _ in processes:
         try:
-            found |= set(re.findall(r"/tmp/megastep-\w+", Path(f"/proc/{pid}/cmdline").read_bytes().decode()))
+            found |= set(
+                re.findall(r"/tmp/megastep-\w+", Path(f"/proc/{pid}/cmdline").read_bytes().decode())
+            )
         except OSError:
             continue
     return found

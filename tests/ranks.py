@@ -17,7 +17,9 @@ import torch.multiprocessing as mp
 from megastep.distributed.ports import free_port
 
 TIMEOUT_S = 200
-current: tuple[int, int, str] | None = None  # in a rank: rank, world and a fresh address, for parallel.start
+current: tuple[int, int, str] | None = (
+    None  # in a rank: rank, world and a fresh address, for parallel.start
+)
 
 
 class RankPool:
@@ -40,7 +42,9 @@ class RankPool:
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(TIMEOUT_S):
                 self.close()
-                raise TimeoutError(f"rank {rank} did not answer {function.__name__} in {TIMEOUT_S} s")
+                raise TimeoutError(
+                    f"rank {rank} did not answer {function.__name__} in {TIMEOUT_S} s"
+                )
             ok, result = pipe.recv()
             if not ok:
                 self.close()

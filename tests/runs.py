@@ -8,9 +8,20 @@ from megastep.samples import store
 from tests.processes import alive
 
 LOCAL = "configs/local.yaml"
-BARE = ("warm_start.trajectories=0", "policy.ranks=1", "policy.parallel.expert=1", "optimizer.warmup_steps=0")
-FEW = ("rollout.prompts=2", "rollout.samples_per_prompt=2", "train.mini_batch_prompts=2", "eval.prompts=1", "eval.samples_per_prompt=1",
-       "checkpoint.every_steps=1")
+BARE = (
+    "warm_start.trajectories=0",
+    "policy.ranks=1",
+    "policy.parallel.expert=1",
+    "optimizer.warmup_steps=0",
+)
+FEW = (
+    "rollout.prompts=2",
+    "rollout.samples_per_prompt=2",
+    "train.mini_batch_prompts=2",
+    "eval.prompts=1",
+    "eval.samples_per_prompt=1",
+    "checkpoint.every_steps=1",
+)
 
 
 def megastep(command: str, folder, name: str, *more: str) -> list[str]:
@@ -26,8 +37,14 @@ def run(command: list[str], timeout: int = 1000) -> subprocess.CompletedProcess:
 def begin(command: list[str]) -> subprocess.Popen:
     """In a process group of its own, as a shell would start it."""
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-                            start_new_session=True)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
 
 
 def left(processes: set) -> list[str]:
@@ -38,12 +55,19 @@ def left(processes: set) -> list[str]:
 def exported(checkpoint, folder) -> dict:
     from megastep.weights.hf_files import HFReader
 
-    subprocess.run([sys.executable, "tools/convert_ckpt.py", "export", checkpoint, folder], check=True,
-                   capture_output=True)
+    subprocess.run(
+        [sys.executable, "tools/convert_ckpt.py", "export", checkpoint, folder],
+        check=True,
+        capture_output=True,
+    )
     reader = HFReader(folder)
     return {name: reader(name) for name in reader.file_of}
 
 
 def trained_ids(folder, steps: int) -> list[int]:
     """Of every step, in the lineage of checkpoints that led to the last."""
-    return [g.id for n in range(1, steps + 1) for g in store.read(folder / "rollouts" / f"step_{n}.safetensors")]
+    return [
+        g.id
+        for n in range(1, steps + 1)
+        for g in store.read(folder / "rollouts" / f"step_{n}.safetensors")
+    ]

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import ray
 
+from megastep.cluster import check_address, check_capacity, node_by_node, start_ray
 from megastep.errors import ClusterError
-from megastep.cluster import node_by_node, refuse_dead_address, refuse_too_small, start_ray
 from tests.models import some_tokens
 from tests.processes import alive, descendants, ray_folders, shared_memory_of, wait_for
 from tests.sync.test_sender import greedy_with_transformers
@@ -21,11 +21,16 @@ from tests.sync.test_sender import greedy_with_transformers
 
 def test_bundles_are_fitted_into_nodes():
     node = {"CPU": 8.0, "GPU": 4.0}
-    refuse_too_small([{"CPU": 1, "GPU": 4}, {"CPU": 1, "GPU": 4}], [node, node])
-    with pytest.raises(ClusterError, match="3 places with 12 GPU and 3 CPU in all are needed, 2 node.s. offer 4 GPU"):
-        refuse_too_small([{"CPU": 1, "GPU": 4}] * 3, [node, node])
-    with pytest.raises(ClusterError, match="set cluster.colocate"):  # 8 GPUs are there, not on one node
-        refuse_too_small([{"CPU": 1, "GPU": 8}], [node, node])
+    check_capacity([{"CPU": 1, "GPU": 4}, {"CPU": 1, "GPU": 4}], [node, node])
+    with pytest.raises(
+        ClusterError,
+        match="3 places with 12 GPU and 3 CPU in all are needed, 2 node.s. offer 4 GPU",
+    ):
+        check_capacity([{"CPU": 1, "GPU": 4}] * 3, [node, node])
+    with pytest.raises(
+        ClusterError, match="set cluster.colocate"
+    ):  # 8 GPUs are there, not on one node
+        check_capacity([{"CPU": 1, "GPU": 8}], [node, node])
 
 
 def test_ranks_are_numbered_node_by_node_and_gpu_by_gpu():
@@ -35,11 +40,16 @@ def test_ranks_are_numbered_node_by_node_and_gpu_by_gpu():
 
 
 def test_an_address_without_ray_is_told_at_once():
-    with pytest.raises(ClusterError, match=r"cluster.address = 127.0.0.1:1: no Ray there \(Connection refused\)"):
-        refuse_dead_address("127.0.0.1:1")
-    refuse_dead_address("auto")
-    with pytest.raises(ClusterError, match=r"\$RAY_ADDRESS = http://head:8265: Ray's client and HTTP addresses are not"):
-        refuse_dead_address("http://head:8265")
+    with pytest.raises(
+        ClusterError, match=r"cluster.address = 127.0.0.1:1: no Ray there \(Connection refused\)"
+    ):
+        check_address("127.0.0.1:1")
+    check_address("auto")
+    with pytest.raises(
+        ClusterError,
+        match=r"\$RAY_ADDRESS = http://head:8265: Ray's client and HTTP addresses are not",
+    ):
+        check_address("http://head:8265")
 
 
 @pytest.mark.parametrize("late", [2, 3])
@@ -68,8 +78,14 @@ def test_a_ray_that_starts_too_slowly_is_started_again(late, monkeypatch):
 
 def scene(name: str, folder) -> subprocess.Popen:
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    return subprocess.Popen([sys.executable, "-m", "tests.cluster_scenes", name, str(folder)], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.cluster_scenes", name, str(folder)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    )
 
 
 def test_a_cluster_that_is_too_small_is_told_at_once(models):
@@ -78,7 +94,9 @@ def test_a_cluster_that_is_too_small_is_told_at_once(models):
     output, _ = process.communicate(timeout=150)
     assert process.returncode == 2
     (line,) = output.splitlines()
-    assert line.startswith("the cluster is too small: 1 places with 1000 CPU in all are needed, 1 node(s) offer ")
+    assert line.startswith(
+        "the cluster is too small: 1 places with 1000 CPU in all are needed, 1 node(s) offer "
+    )
     assert line.endswith("; lower policy.ranks, engine.num_engines or cluster.cpus_per_process")
 
 
@@ -87,7 +105,9 @@ def test_nothing_is_left_behind(models):
 
     The interrupted cluster has its engine on the rank's place, and a model whose head is its embedding."""
     folder = models("qwen2_tied")[0]
-    stranger = subprocess.Popen(["bash", "-c", "exec -a 'ray::IDLE raylet VLLM::EngineCore' sleep 600"])
+    stranger = subprocess.Popen(
+        ["bash", "-c", "exec -a 'ray::IDLE raylet VLLM::EngineCore' sleep 600"]
+    )
     scenes = {name: scene(name, folder) for name in ("interrupted", "killed")}
     try:
         tokens = json.loads(scenes["interrupted"].stdout.readline())
@@ -127,11 +147,18 @@ def test_nothing_listens_beyond_this_machine(rollouts):
     for pid, _ in descendants(os.getpid()) | {(os.getpid(), "")}:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            listening |= {(process.name(), c.laddr.port): c.laddr.ip for c in process.net_connections("inet")
-                          if c.status == psutil.CONN_LISTEN}
+            listening |= {
+                (process.name(), c.laddr.port): c.laddr.ip
+                for c in process.net_connections("inet")
+                if c.status == psutil.CONN_LISTEN
+            }
     names = {name for name, _ in listening}
     assert {"gcs_server", "raylet", "ray::PolicyRank"} <= names
-    beyond = {place: ip for place, ip in listening.items() if not ip.removeprefix("::ffff:").startswith("127.")}
+    beyond = {
+        place: ip
+        for place, ip in listening.items()
+        if not ip.removeprefix("::ffff:").startswith("127.")
+    }
     assert not beyond, beyond
 
 
@@ -139,13 +166,19 @@ def test_ray_answers_only_those_who_know_its_token(rollouts):
     """The token is the run's own, in a folder that only its owner can enter."""
     path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o077 == 0
-    script = ("import sys; from ray._raylet import GcsClient; "
-              "print(GcsClient(address=sys.argv[1]).internal_kv_keys(b'', b'session', timeout=10))")
+    script = (
+        "import sys; from ray._raylet import GcsClient; "
+        "print(GcsClient(address=sys.argv[1]).internal_kv_keys(b'', b'session', timeout=10))"
+    )
     command = [sys.executable, "-c", script, ray.get_runtime_context().gcs_address]
-    nothing = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"RAY_AUTH_MODE": "token"}
+    nothing = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
+        "RAY_AUTH_MODE": "token"
+    }
 
     def ask(**environment: str) -> subprocess.CompletedProcess:
-        return subprocess.run(command, env=nothing | environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            command, env=nothing | environment, capture_output=True, text=True, timeout=120
+        )
 
     foreign = ask(RAY_AUTH_TOKEN="0" * 64)
     assert foreign.returncode != 0 and "InvalidAuthToken" in foreign.stderr, foreign.stderr[-500:]

@@ -23,13 +23,26 @@ def work(file) -> str:
 def test_a_log_has_a_line_for_each_state_and_nothing_else(monkeypatch):
     monkeypatch.setattr(console, "LOG_EVERY_S", 0.0)
     lines = work(io.StringIO()).split("\n")
-    assert [line.split(" [")[0] for line in lines] == ["train: 5/8", "train: 6/8", "train: 7/8", "train: 8/8", ""]
-    assert [line.split(", ")[-1] for line in lines[1:-1]] == ["reward 0.5]", "reward 0.75]", "reward 1.0]"]
+    assert [line.split(" [")[0] for line in lines] == [
+        "train: 5/8",
+        "train: 6/8",
+        "train: 7/8",
+        "train: 8/8",
+        "",
+    ]
+    assert [line.split(", ")[-1] for line in lines[1:-1]] == [
+        "reward 0.5]",
+        "reward 0.75]",
+        "reward 1.0]",
+    ]
     assert "\r" not in "".join(lines) and "%|" not in "".join(lines)
 
 
 def test_the_last_state_is_in_the_log_however_quick_it_was():
-    assert [line.split(" [")[0] for line in work(io.StringIO()).splitlines()] == ["train: 5/8", "train: 8/8"]
+    assert [line.split(" [")[0] for line in work(io.StringIO()).splitlines()] == [
+        "train: 5/8",
+        "train: 8/8",
+    ]
 
 
 def test_a_terminal_has_a_bar():

@@ -5,8 +5,20 @@ from pathlib import Path
 
 # A module may import from its own layer and those before it.
 LAYERS = [
-    ("architecture", "bounds", "config", "lifetime", "model_folder", "paths", "ports", "progress", "secrets", "stopping",
-     "types", "yaml_file"),
+    (
+        "architecture",
+        "bounds",
+        "config",
+        "lifetime",
+        "model_folder",
+        "paths",
+        "ports",
+        "progress",
+        "secrets",
+        "stopping",
+        "types",
+        "yaml_file",
+    ),
     ("samples",),
     ("rollout", "envs", "policy", "sync"),
     ("view",),
@@ -41,13 +53,20 @@ def test_imports_go_one_way():
         ours = {n.split(".")[1] for n in imported(tree) if n.startswith("megastep.")}
         for other in ours:
             assert LEVEL[other] <= LEVEL[package], f"{path} imports megastep.{other}"
-        assert not (package == "rollout" and "policy" in ours) and not (package == "policy" and "rollout" in ours), path
+        assert not (package == "rollout" and "policy" in ours) and not (
+            package == "policy" and "rollout" in ours
+        ), path
 
 
 def test_samples_know_no_framework():
     for path, package, tree in modules():
         if package in ("samples", "types", "config", "architecture"):
-            heavy = {n.split(".")[0] for n in imported(tree)} & {"ray", "vllm", "megatron", "transformers"}
+            heavy = {n.split(".")[0] for n in imported(tree)} & {
+                "ray",
+                "vllm",
+                "megatron",
+                "transformers",
+            }
             assert not heavy, f"{path} imports {heavy}"
 
 

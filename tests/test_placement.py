@@ -5,33 +5,49 @@ from types import SimpleNamespace
 
 import pytest
 
-from megastep.errors import ClusterError
 from megastep import cluster
 from megastep.cluster import Cluster
 from megastep.config import load
+from megastep.errors import ClusterError
 
 CHASE = "configs/chase.yaml"
 
 
 def make(monkeypatch, *given: str, gpus: int = 0, has_cuda: bool = False, **more) -> Cluster:
-    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 8.0} | ({"GPU": gpus} if gpus else {}))
+    monkeypatch.setattr(
+        cluster.ray, "cluster_resources", lambda: {"CPU": 8.0} | ({"GPU": gpus} if gpus else {})
+    )
     return Cluster(load(CHASE, list(given), has_cuda=has_cuda), **more)
 
 
 def test_bundles_are_those_of_ranks_and_engines(monkeypatch):
     """policy.ranks, engine.num_engines, engine.tensor_parallel, cluster.cpus_per_process, cluster.colocate."""
-    given = ["policy.ranks=2", "engine.num_engines=3", "engine.tensor_parallel=2", "cluster.cpus_per_process=0.5"]
+    given = [
+        "policy.ranks=2",
+        "engine.num_engines=3",
+        "engine.tensor_parallel=2",
+        "cluster.cpus_per_process=0.5",
+    ]
     assert make(monkeypatch, *given)._bundles() == [{"CPU": 0.5}] * 5
-    assert make(monkeypatch, *given, gpus=8)._bundles() == [{"CPU": 0.5, "GPU": 1}] * 2 + [{"CPU": 0.5, "GPU": 2}] * 3
+    assert (
+        make(monkeypatch, *given, gpus=8)._bundles()
+        == [{"CPU": 0.5, "GPU": 1}] * 2 + [{"CPU": 0.5, "GPU": 2}] * 3
+    )
     colocated = [*given, "engine.num_engines=1", "cluster.colocate=true"]
     assert make(monkeypatch, *colocated, gpus=8)._bundles() == [{"CPU": 1.0, "GPU": 1}] * 2
     assert make(monkeypatch, *given, with_engines=False)._bundles() == [{"CPU": 0.5}] * 2
     assert make(monkeypatch, *given, with_policy=False)._bundles() == [{"CPU": 0.5}] * 3
 
 
-@pytest.mark.parametrize("given, gpus, backend", [
-    ([], 0, "shm"), ([], 8, "nccl"), (["cluster.colocate=true"], 8, "ipc"), (["sync.backend=shm"], 8, "shm"),
-])
+@pytest.mark.parametrize(
+    "given, gpus, backend",
+    [
+        ([], 0, "shm"),
+        ([], 8, "nccl"),
+        (["cluster.colocate=true"], 8, "ipc"),
+        (["sync.backend=shm"], 8, "shm"),
+    ],
+)
 def test_the_backend_of_the_weight_sync(given, gpus, backend, monkeypatch):
     assert make(monkeypatch, *given, gpus=gpus)._backend == backend
 
@@ -42,7 +58,7 @@ def test_ray_is_started_with_its_memory_or_joined_at_its_address(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster.ray, "init", lambda **given: asked.append(given))
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
-    monkeypatch.setattr(cluster, "refuse_dead_address", lambda address: None)
+    monkeypatch.setattr(cluster, "check_address", lambda address: None)
     for given in (["cluster.object_store_mb=300"], ["cluster.address=10.0.0.1:6379"]):
         one = make(monkeypatch, *given)
         one._connect()
@@ -70,9 +86,17 @@ def test_a_weight_sync_freezes_calls_or_lets_them_finish(finish_calls, monkeypat
     happened = []
     one = make(monkeypatch, f"async.finish_calls={finish_calls}")
     one.engines = SimpleNamespace(
-        pause=lambda finish: happened.append(f"pause {finish}"), wake=lambda what: happened.append(f"wake {what}"),
-        resume=lambda: happened.append("resume"), serving=lambda: ["engine"],
+        pause=lambda finish: happened.append(f"pause {finish}"),
+        wake=lambda what: happened.append(f"wake {what}"),
+        resume=lambda: happened.append("resume"),
+        serving=lambda: ["engine"],
     )
     one.policy = SimpleNamespace(push=lambda engines: happened.append(f"push to {engines}") or 12)
     assert one.sync() == 12
-    assert happened == [f"pause {finish_calls}", "wake weights", "push to ['engine']", "wake kv_cache", "resume"]
+    assert happened == [
+        f"pause {finish_calls}",
+        "wake weights",
+        "push to ['engine']",
+        "wake kv_cache",
+        "resume",
+    ]

@@ -23,7 +23,9 @@ def test_every_recipe_has_a_page():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_of_a_page(page):
     commands = re.findall(r"^\$ \.venv/bin/megastep (.+)$", page.read_text(), re.MULTILINE)
-    with_config = [words for words in map(shlex.split, commands) if words[0] in ("train", "eval", "rollout")]
+    with_config = [
+        words for words in map(shlex.split, commands) if words[0] in ("train", "eval", "rollout")
+    ]
     assert {words[0] for words in with_config} >= {"train", "eval"}
     for command, config, *rest in with_config:
         assert Path(config).stem == page.stem
@@ -61,7 +63,11 @@ def test_d5_settings_of_commands_for_clusters_are_not_refused(page):
     for config, *rest in commands:
         overrides = [word for word in rest if "=" in word]  # a remark may follow
         models = [Path(word).name.lower() for word in overrides if word.startswith("model.path=")]
-        load(config, [*overrides, *(f"model.path=configs/models/{model}" for model in models)], has_cuda=True)
+        load(
+            config,
+            [*overrides, *(f"model.path=configs/models/{model}" for model in models)],
+            has_cuda=True,
+        )
 
 
 def test_d5_there_are_recipes_for_these_models_colocated_and_apart():
@@ -71,21 +77,27 @@ def test_d5_there_are_recipes_for_these_models_colocated_and_apart():
     for stem, config in found.items():
         apart = stem.endswith("-apart")
         assert config.cluster.colocate != apart
-        gpus = config.policy.ranks + (config.engine.num_engines * config.engine.tensor_parallel if apart else 0)
+        gpus = config.policy.ranks + (
+            config.engine.num_engines * config.engine.tensor_parallel if apart else 0
+        )
         assert gpus == 8 * nodes[stem.removesuffix("-apart")]
-        assert config.engine.tensor_parallel <= 8 and config.policy.parallel.tensor <= 8  # inside a node
+        assert (
+            config.engine.tensor_parallel <= 8 and config.policy.parallel.tensor <= 8
+        )  # inside a node
         assert Path(config.model.path).name == stem.removesuffix("-apart")
 
 
 @pytest.mark.parametrize("path", H100, ids=lambda path: path.stem)
 def test_d5_a_recipe_has_its_places_on_nodes_of_8_gpus_and_96_cores(path, monkeypatch):
     """Where Adam works on the CPU, with threads enough to matter."""
-    from megastep.cluster import Cluster, refuse_too_small
+    from megastep.cluster import Cluster, check_capacity
 
     monkeypatch.setattr(Cluster, "has_gpu", True)
     config = load(path, has_cuda=True)
     bundles = Cluster(config)._bundles()
-    refuse_too_small(bundles, [{"GPU": 8, "CPU": 96}] * (round(sum(bundle["GPU"] for bundle in bundles)) // 8))
+    check_capacity(
+        bundles, [{"GPU": 8, "CPU": 96}] * (round(sum(bundle["GPU"] for bundle in bundles)) // 8)
+    )
     assert config.cluster.cpus_per_process >= (5 if config.optimizer.cpu_offload_fraction else 1)
 
 
@@ -97,4 +109,6 @@ def test_x8_a_recipe_fits_and_its_table_is_on_the_page(path):
     plan = make_plan(load(path, has_cuda=True))
     assert not plan.troubles()
     page = Path("configs/recipes/h100.md").read_text()
-    assert f"$ megastep plan {path}\n{text(plan)}\n```" in page, f"megastep plan {path} says something else now"
+    assert f"$ megastep plan {path}\n{text(plan)}\n```" in page, (
+        f"megastep plan {path} says something else now"
+    )

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import yaml
 
-from megastep.errors import ConfigError
-from megastep.config import paths
 from megastep import redaction
-from megastep.config import load, to_yaml
+from megastep.config import load, paths, to_yaml
+from megastep.errors import ConfigError
 from megastep.report.writing import MetricsLog, _wandb_id
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import Prompt
@@ -44,7 +43,10 @@ def config(*given: str):
 def test_a_variable_is_read_when_the_environment_is_made():
     options = config().env.options
     assert SECRET not in repr(options)
-    assert redaction.resolved(options) == {"api_key": SECRET, "nested": {"urls": [f"http://h/{SECRET}"]}}
+    assert redaction.resolved(options) == {
+        "api_key": SECRET,
+        "nested": {"urls": [f"http://h/{SECRET}"]},
+    }
 
 
 def test_what_is_written_can_be_run_again(tmp_path):
@@ -60,7 +62,10 @@ class Leaky(Env):
     """Says its key where the row tells it to, after so many other characters."""
 
     def __init__(self, row, *, api_key: str):
-        self.row, self.said = row, row["before"] * "x" + row.get("form", str)(api_key) + " was refused"
+        self.row, self.said = (
+            row,
+            row["before"] * "x" + row.get("form", str)(api_key) + " was refused",
+        )
         if row["where"] == "made":
             raise RuntimeError(self.said)
 
@@ -82,7 +87,9 @@ class Leaky(Env):
 
 
 async def ends_at_once(*_, **__):
-    return Generation(np.array([3], np.int32), np.zeros(1, np.float32), np.array([[0, 1]], np.int32), "stop")
+    return Generation(
+        np.array([3], np.int32), np.zeros(1, np.float32), np.array([[0, 1]], np.int32), "stop"
+    )
 
 
 def said_by(row: dict) -> str:
@@ -92,7 +99,9 @@ def said_by(row: dict) -> str:
     return json.dumps(group.trajectories[0].env_metrics)
 
 
-@pytest.mark.parametrize("where", ["made", "start", "message", "step", "outcome", "close", "metrics"])
+@pytest.mark.parametrize(
+    "where", ["made", "start", "message", "step", "outcome", "close", "metrics"]
+)
 @pytest.mark.parametrize("before", [0, 20, 45, 60, 270, 290, 985])
 def test_what_an_environment_says_is_kept_free_of_the_value(where, before, monkeypatch):
     """Real episodes: what an exception says goes into metrics and rollout files. Texts are cut at 80, 300 and 1000
@@ -104,9 +113,14 @@ def test_what_an_environment_says_is_kept_free_of_the_value(where, before, monke
     assert not any(key[i : i + 4] in said for i in range(40)), said
 
 
-@pytest.mark.parametrize("value", ["ab cd\nef gh", "abcdefgh\n", " abcd  efgh ", "a+b/c=d&e", "caf\u00e9 x"])
-@pytest.mark.parametrize("form", [str, repr, lambda key: " ".join(key.split()), lambda key: quote(key, safe="")],
-                         ids=["plain", "repr", "one line", "quoted"])
+@pytest.mark.parametrize(
+    "value", ["ab cd\nef gh", "abcdefgh\n", " abcd  efgh ", "a+b/c=d&e", "caf\u00e9 x"]
+)
+@pytest.mark.parametrize(
+    "form",
+    [str, repr, lambda key: " ".join(key.split()), lambda key: quote(key, safe="")],
+    ids=["plain", "repr", "one line", "quoted"],
+)
 def test_the_value_is_found_however_it_is_written(value, form, monkeypatch):
     monkeypatch.setenv("LOOKUP_KEY", value)
     for where in ("start", "metrics"):
@@ -124,29 +138,67 @@ def agent(generate) -> Agent:
     return Agent(generate, renderer(), Limits(2, 64, 8, 5.0), Sampling(max_tokens=8), seed="s")
 
 
-@pytest.mark.parametrize("key", ["api_key", "apiKey", "API-KEY", "token", "hf_token", "password", "db_passwd", "secret",
-                                 "client_secret", "access_key", "authorization", "credentials", "private_key",
-                                 "openai_key", "search_key", "apiKeys", "x-api-key", "OpenAIKey", "key", "key2",
-                                 "auth_tokens"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "api_key",
+        "apiKey",
+        "API-KEY",
+        "token",
+        "hf_token",
+        "password",
+        "db_passwd",
+        "secret",
+        "client_secret",
+        "access_key",
+        "authorization",
+        "credentials",
+        "private_key",
+        "openai_key",
+        "search_key",
+        "apiKeys",
+        "x-api-key",
+        "OpenAIKey",
+        "key",
+        "key2",
+        "auth_tokens",
+    ],
+)
 def test_values_under_such_keys_are_left_out(key, tmp_path):
     given = load(LOCAL, [f"env.options={json.dumps({key: SECRET, 'deep': [{key: SECRET}]})}"])
     assert SECRET not in to_yaml(given) and SECRET not in repr(redaction.redacted(asdict(given)))
     (tmp_path / "config.yaml").write_text(to_yaml(given))
     with pytest.raises(ConfigError) as error:
         load(tmp_path / "config.yaml")
-    assert error.value.problems[0].startswith(f"env.options.{key} = ***: a secret was left out when this file was")
+    assert error.value.problems[0].startswith(
+        f"env.options.{key} = ***: a secret was left out when this file was"
+    )
 
 
-@pytest.mark.parametrize("key", ["max_tokens", "tokens", "keyboard", "monkey", "keyed", "author", "token_limit"])
+@pytest.mark.parametrize(
+    "key", ["max_tokens", "tokens", "keyboard", "monkey", "keyed", "author", "token_limit"]
+)
 def test_values_under_other_keys_are_kept(key):
-    assert yaml.safe_load(to_yaml(load(LOCAL, [f"env.options.{key}=plain"])))["env"]["options"] == {key: "plain"}
+    assert yaml.safe_load(to_yaml(load(LOCAL, [f"env.options.{key}=plain"])))["env"]["options"] == {
+        key: "plain"
+    }
 
 
-@pytest.mark.parametrize("below, written", [
-    ("12345678", "***"), ("0.5", "***"), ("[a1, [b1]]", ["***", ["***"]]), ("true", True), ("null", None), ("''", ""),
-    ("{user: bob, value: hunter2}", {"user": "***", "value": "***"}), ("[{value: 7}]", [{"value": "***"}]),
-    ("['${env:LOOKUP_KEY}']", ["${env:LOOKUP_KEY}"]), ("{a: '${env:LOOKUP_KEY}'}", {"a": "${env:LOOKUP_KEY}"}),
-])
+@pytest.mark.parametrize(
+    "below, written",
+    [
+        ("12345678", "***"),
+        ("0.5", "***"),
+        ("[a1, [b1]]", ["***", ["***"]]),
+        ("true", True),
+        ("null", None),
+        ("''", ""),
+        ("{user: bob, value: hunter2}", {"user": "***", "value": "***"}),
+        ("[{value: 7}]", [{"value": "***"}]),
+        ("['${env:LOOKUP_KEY}']", ["${env:LOOKUP_KEY}"]),
+        ("{a: '${env:LOOKUP_KEY}'}", {"a": "${env:LOOKUP_KEY}"}),
+    ],
+)
 @pytest.mark.parametrize("key", ["password", "credentials", "apiKeys"])
 def test_all_that_stands_below_such_a_key_is_left_out(key, below, written, tmp_path):
     given = load(LOCAL, [f"env.options={{{key}: {below}}}"])
@@ -160,16 +212,19 @@ def test_all_that_stands_below_such_a_key_is_left_out(key, below, written, tmp_p
         load(tmp_path / "config.yaml")
 
 
-@pytest.mark.parametrize("address, written", [
-    ("https://me:pw1@host/x", "https://***@host/x"),
-    ("https://pw1@host/x", "https://***@host/x"),
-    ("postgres://u:pw@ss1@h:5432/db", "postgres://***@h:5432/db"),
-    ("postgres://u:pw/w1@h/db", "postgres://***@h/db"),
-    ("postgres://u:pw?#w1@h", "postgres://***@h"),
-    ("https://h/?api_key=pw1", "https://h/?api_key=***"),
-    ("https://h/s?q=a&accessToken=pw1;x#y&n=3", "https://h/s?q=a&accessToken=***&n=3"),
-    ("/s?x-api%2Dkey=pw1", "/s?x-api%2Dkey=***"),
-])
+@pytest.mark.parametrize(
+    "address, written",
+    [
+        ("https://me:pw1@host/x", "https://***@host/x"),
+        ("https://pw1@host/x", "https://***@host/x"),
+        ("postgres://u:pw@ss1@h:5432/db", "postgres://***@h:5432/db"),
+        ("postgres://u:pw/w1@h/db", "postgres://***@h/db"),
+        ("postgres://u:pw?#w1@h", "postgres://***@h"),
+        ("https://h/?api_key=pw1", "https://h/?api_key=***"),
+        ("https://h/s?q=a&accessToken=pw1;x#y&n=3", "https://h/s?q=a&accessToken=***&n=3"),
+        ("/s?x-api%2Dkey=pw1", "/s?x-api%2Dkey=***"),
+    ],
+)
 def test_secrets_in_an_address_are_left_out(address, written, tmp_path):
     text = to_yaml(load(LOCAL, [f"env.options.url={address}"]))
     assert yaml.safe_load(text)["env"]["options"]["url"] == written
@@ -178,20 +233,37 @@ def test_secrets_in_an_address_are_left_out(address, written, tmp_path):
         load(tmp_path / "config.yaml")
 
 
-@pytest.mark.parametrize("address", [
-    "https://h/a@b", "https://h:80/x?q=1:2", "https://h?mail=a@b", "https://h/?q=key&max_tokens=5", "me@host",
-    "https://${env:LOOKUP_KEY}@h/x", "pg://me:${env:LOOKUP_KEY}@h", "https://h/?api_key=${env:LOOKUP_KEY}&n=1",
-    "pg://${env:LOOKUP_KEY}:${env:LOOKUP_KEY}@h",
-])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://h/a@b",
+        "https://h:80/x?q=1:2",
+        "https://h?mail=a@b",
+        "https://h/?q=key&max_tokens=5",
+        "me@host",
+        "https://${env:LOOKUP_KEY}@h/x",
+        "pg://me:${env:LOOKUP_KEY}@h",
+        "https://h/?api_key=${env:LOOKUP_KEY}&n=1",
+        "pg://${env:LOOKUP_KEY}:${env:LOOKUP_KEY}@h",
+    ],
+)
 def test_addresses_without_a_secret_are_kept(address):
-    assert yaml.safe_load(to_yaml(load(LOCAL, [f"env.options.url={address}"])))["env"]["options"]["url"] == address
+    assert (
+        yaml.safe_load(to_yaml(load(LOCAL, [f"env.options.url={address}"])))["env"]["options"][
+            "url"
+        ]
+        == address
+    )
 
 
 def test_a_variable_that_is_not_set_is_told_before_anything_starts():
     with pytest.raises(ConfigError) as error:
         load(LOCAL, ["env.options.api_key=${env:NO_SUCH_VARIABLE}"])
     (line,) = error.value.problems
-    assert line == "env.options.api_key = ${env:NO_SUCH_VARIABLE}: the environment variable NO_SUCH_VARIABLE is not set"
+    assert (
+        line
+        == "env.options.api_key = ${env:NO_SUCH_VARIABLE}: the environment variable NO_SUCH_VARIABLE is not set"
+    )
 
 
 # ---------------------------------------------------------------- W&B
@@ -207,9 +279,16 @@ def test_a_key_alone_uploads_nothing(tmp_path):
     )
     folder = tmp_path / "r"
     folder.mkdir()
-    environment = {k: v for k, v in os.environ.items() if k != "WANDB_MODE"} | {"WANDB_API_KEY": "0" * 40}
-    done = subprocess.run([sys.executable, "-c", script, folder], env=environment, capture_output=True, text=True,
-                          timeout=120)
+    environment = {k: v for k, v in os.environ.items() if k != "WANDB_MODE"} | {
+        "WANDB_API_KEY": "0" * 40
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script, folder],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0 and "uploaded" not in done.stdout, done.stderr
     (record,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     content = record.read_bytes()
@@ -235,11 +314,21 @@ def started(monkeypatch):
 
 
 def test_uploading_is_said_with_its_place(tmp_path, started, capsys):
-    given = config("run.wandb=online", "run.wandb_project=p", "run.wandb_entity=e", "run.wandb_id=mine")
+    given = config(
+        "run.wandb=online", "run.wandb_project=p", "run.wandb_entity=e", "run.wandb_id=mine"
+    )
     MetricsLog.of_run(tmp_path, -1, given)
-    assert capsys.readouterr().out == "metrics and config are uploaded to W&B: https://there/mine/abc\n"
+    assert (
+        capsys.readouterr().out
+        == "metrics and config are uploaded to W&B: https://there/mine/abc\n"
+    )
     (place,) = started
-    assert (place["project"], place["entity"], place["id"], place["mode"]) == ("p", "e", "mine", "online")
+    assert (place["project"], place["entity"], place["id"], place["mode"]) == (
+        "p",
+        "e",
+        "mine",
+        "online",
+    )
     assert SECRET not in repr(place["config"])
 
 

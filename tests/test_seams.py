@@ -29,9 +29,14 @@ DEVICE = re.compile(r"(?i:cuda|nccl|transformer_engine|\bapex\b)|\bTE[A-Z][a-z]\
 
 def words(tree: ast.AST) -> set[str]:
     """Names, attributes, imports and texts of the code; docstrings are not code."""
-    docstrings = {id(node.body[0].value) for node in ast.walk(tree)
-                  if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-                  and node.body and isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)}
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+        and isinstance(node.body[0].value, ast.Constant)
+    }
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -44,7 +49,11 @@ def words(tree: ast.AST) -> set[str]:
             found.add(node.arg)
         elif isinstance(node, ast.keyword):
             found.add(node.arg or "")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docstrings
+        ):
             found.add(node.value)
     return found
 
@@ -58,8 +67,11 @@ def seam_of(path: Path) -> str | None:
 
 
 def test_d8_a_gpu_is_named_at_the_seams_only():
-    outside = {path.as_posix(): found for path in SOURCES
-               if seam_of(path) is None and (found := of_gpus(path.read_text()))}
+    outside = {
+        path.as_posix(): found
+        for path in SOURCES
+        if seam_of(path) is None and (found := of_gpus(path.read_text()))
+    }
     assert not outside
 
 

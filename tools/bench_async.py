@@ -42,13 +42,13 @@ warnings.filterwarnings("ignore")
 from megastep.cluster import Cluster
 from megastep.config import Config, load
 from megastep.envs.chase import Chase
-from megastep.trainer.learner import Learner
 from megastep.report.writing import MetricsLog, read_metrics
 from megastep.rollout.env import find_env
 from megastep.rollout.stream import GroupStream
 from megastep.rollout.task import Task
-from megastep.trainer.rundir import Run
+from megastep.trainer.learner import Learner
 from megastep.trainer.loop import Loop
+from megastep.trainer.rundir import Run
 
 SPEEDUP, BOUND_SHARE = 2.0, 0.85
 MEAN_S, TAIL, AHEAD = 0.5, 10.0, 8
@@ -80,12 +80,24 @@ def environment() -> type[Slow]:
 
 
 def make_config(folder: str, ahead: float, steps: int) -> Config:
-    config = load("configs/chase.yaml", [
-        f"run.dir={folder}", "run.wandb=disabled", "warm_start.trajectories=0", "rollout.prompts=16",
-        "rollout.samples_per_prompt=4", "rollout.concurrency=32", "train.mini_batch_prompts=16", "eval.prompts=1",
-        "eval.samples_per_prompt=1",
-        f"async.max_staleness={ahead}", f"train.steps={steps}", "checkpoint.every_steps=0", "run.rollouts_every=0",
-    ])
+    config = load(
+        "configs/chase.yaml",
+        [
+            f"run.dir={folder}",
+            "run.wandb=disabled",
+            "warm_start.trajectories=0",
+            "rollout.prompts=16",
+            "rollout.samples_per_prompt=4",
+            "rollout.concurrency=32",
+            "train.mini_batch_prompts=16",
+            "eval.prompts=1",
+            "eval.samples_per_prompt=1",
+            f"async.max_staleness={ahead}",
+            f"train.steps={steps}",
+            "checkpoint.every_steps=0",
+            "run.rollouts_every=0",
+        ],
+    )
     config.env.name = f"{Path(__file__).stem}:Slow"
     return config
 
@@ -103,7 +115,7 @@ def whole_loop(name: str, config: Config, cluster: Cluster) -> float:
         Loop(config, Task.load(config), cluster, run, log).run([])
     edge = 1 + math.ceil(config.asynchronous.max_staleness)
     rows = read_metrics(run.folder)[1:][edge:-edge]
-    assert max(row["age/max"] for row in rows) <= config.asynchronous.max_staleness
+    assert max(row["staleness/max"] for row in rows) <= config.asynchronous.max_staleness
     return per_second(config, [row["time/step_s"] - row.get("time/eval_s", 0) for row in rows])
 
 
@@ -112,7 +124,9 @@ def rollout_alone(config: Config, cluster: Cluster) -> tuple[float, list]:
     task, seconds, batches = Task.load(config), [], []
     steps, edge = config.train.steps, 1 + AHEAD
     pool, prompts = task.pool(cluster.engines.generate), task.stream()
-    with GroupStream(pool, prompts, config.rollout.prompts, steps, ahead=steps) as stream:  # nobody is waited for
+    with GroupStream(
+        pool, prompts, config.rollout.prompts, steps, ahead=steps
+    ) as stream:  # nobody is waited for
         for step in range(steps - edge):
             begun = time.perf_counter()
             batches.append(stream.take(step).groups)
@@ -134,16 +148,20 @@ def main() -> int:
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the environment is found
     with tempfile.TemporaryDirectory() as folder:
-        configs = {name: make_config(folder, AHEAD if name == "asynchronous" else 0, steps)
-                   for name, steps in STEPS.items()}
+        configs = {
+            name: make_config(folder, AHEAD if name == "asynchronous" else 0, steps)
+            for name, steps in STEPS.items()
+        }
         with Cluster(configs["asynchronous"], log=Path(folder) / "log.txt") as cluster:
             found = {name: whole_loop(name, config, cluster) for name, config in configs.items()}
             found["rollout"], batches = rollout_alone(configs["asynchronous"], cluster)
             found["training"] = training_alone(configs["asynchronous"], cluster, batches)
     for name, speed in found.items():
         print(f"{name:<14}{speed:8.2f} trajectories/s")
-    result = {"speedup": found["asynchronous"] / found["synchronous"],
-              "bound_share": found["asynchronous"] / min(found["rollout"], found["training"])}
+    result = {
+        "speedup": found["asynchronous"] / found["synchronous"],
+        "bound_share": found["asynchronous"] / min(found["rollout"], found["training"]),
+    }
     met = result["speedup"] >= SPEEDUP and result["bound_share"] >= BOUND_SHARE
     print("every bar is met" if met else f"a bar is missed: {SPEEDUP}, {BOUND_SHARE}")
     print(json.dumps({name: round(value, 3) for name, value in result.items()}))

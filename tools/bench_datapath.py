@@ -50,8 +50,21 @@ WORKLOADS = {"512x4": (512, 4), "256x8": (256, 8), "64x30": (64, 30)}
 PROMPT, RESPONSE, OBSERVATION, THINKING = 800, 120, 500, 80
 SAMPLES, VOCAB, LAYERS, TOP_K, EXPERTS = 8, 150_000, 48, 8, 128
 RANKS, BUDGET, ALIGN = 8, 32_768, 8
-PEER = ("skyrl==0.3.0", "skyrl-gym==0.4.0", "pandas", "torchdata", "jaxtyping", "datasets", "multiprocess", "pyarrow",
-        "python-dateutil", "six", "dill", "xxhash", "loguru")
+PEER = (
+    "skyrl==0.3.0",
+    "skyrl-gym==0.4.0",
+    "pandas",
+    "torchdata",
+    "jaxtyping",
+    "datasets",
+    "multiprocess",
+    "pyarrow",
+    "python-dateutil",
+    "six",
+    "dill",
+    "xxhash",
+    "loguru",
+)
 
 
 # ---------------------------------------------------------------- workloads
@@ -73,14 +86,24 @@ def _make_group(rng, id: int, turns: int, stripped: bool, routing: bool) -> Grou
             experts = _experts(rng, len(ids) + RESPONSE - 1 - recorded) if routing else None
             if routing and i == 0:
                 experts[:PROMPT] = prompt_experts  # the same tokens, the same experts
-            steps.append(Step(
-                index=i, last=i == turns - 1, prompt_ids=ids, response_ids=response,
-                loss_mask=np.ones(RESPONSE, bool), logprobs=np.full(RESPONSE, -0.1, np.float32),
-                versions=np.array([[0, RESPONSE]], np.int32), reward=float(i == turns - 1 and index % 2),
-                routing=experts, routing_start=recorded,
-            ))
+            steps.append(
+                Step(
+                    index=i,
+                    last=i == turns - 1,
+                    prompt_ids=ids,
+                    response_ids=response,
+                    loss_mask=np.ones(RESPONSE, bool),
+                    logprobs=np.full(RESPONSE, -0.1, np.float32),
+                    versions=np.array([[0, RESPONSE]], np.int32),
+                    reward=float(i == turns - 1 and index % 2),
+                    routing=experts,
+                    routing_start=recorded,
+                )
+            )
             recorded = len(ids) if stripped else len(ids) + RESPONSE - 1
-            ids = np.concatenate([ids, response[THINKING if stripped else 0 :], _ids(rng, OBSERVATION)])
+            ids = np.concatenate(
+                [ids, response[THINKING if stripped else 0 :], _ids(rng, OBSERVATION)]
+            )
         group.trajectories.append(Trajectory(id, index, steps))
     return group
 
@@ -130,7 +153,9 @@ def peak_bytes(run) -> int:
     return peak
 
 
-def measure_ours(shape: tuple[int, int], stripped: bool, routing: bool, runs: int) -> tuple[float, float]:
+def measure_ours(
+    shape: tuple[int, int], stripped: bool, routing: bool, runs: int
+) -> tuple[float, float]:
     """CPU seconds, and the peak over the size of the input."""
     groups = make_groups(*shape, stripped, routing)
     samples = make_samples(groups, "grpo", "token")
@@ -151,7 +176,7 @@ def growth(runs: int) -> tuple[list[tuple[int, float]], float]:
 
 # ---------------------------------------------------------------- theirs, in an environment of its own
 
-PEER_SCRIPT = '''
+PEER_SCRIPT = """
 import json, sys, time, typing
 import typing_extensions
 typing.TypedDict = typing_extensions.TypedDict  # pydantic wants it so below Python 3.12
@@ -192,7 +217,7 @@ for _ in range(runs):
     )
     best = min(best, time.process_time() - start)
 print(json.dumps({"seconds": best, "rows": len(merged["response_ids"])}))
-'''
+"""
 
 
 class PeerError(RuntimeError):
@@ -214,18 +239,30 @@ def peer_python() -> Path:
     install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", *PEER]
     result = subprocess.run(install, capture_output=True, text=True)
     if result.returncode:
-        raise PeerError(f"the peer {PEER[0]} cannot be installed into {folder}:\n{result.stderr.strip()[-800:]}")
+        raise PeerError(
+            f"the peer {PEER[0]} cannot be installed into {folder}:\n{result.stderr.strip()[-800:]}"
+        )
     done.write_text(sys.prefix)
     return python
 
 
 def measure_peer(shape: tuple[int, int], stripped: bool, runs: int, folder: Path) -> float:
-    steps = [s for g in make_groups(*shape, stripped, False) for t in g.trajectories for s in t.steps]
+    steps = [
+        s for g in make_groups(*shape, stripped, False) for t in g.trajectories for s in t.steps
+    ]
     file = folder / "workload.npz"
     prompts = [s.prompt_ids for s in steps]
-    np.savez(file, prompts=np.concatenate(prompts), prompt_ends=np.cumsum([len(p) for p in prompts]),
-             responses=np.stack([s.response_ids for s in steps]), turns=shape[1], samples=SAMPLES)
-    result = subprocess.run([peer_python(), "-c", PEER_SCRIPT, file, str(runs)], capture_output=True, text=True)
+    np.savez(
+        file,
+        prompts=np.concatenate(prompts),
+        prompt_ends=np.cumsum([len(p) for p in prompts]),
+        responses=np.stack([s.response_ids for s in steps]),
+        turns=shape[1],
+        samples=SAMPLES,
+    )
+    result = subprocess.run(
+        [peer_python(), "-c", PEER_SCRIPT, file, str(runs)], capture_output=True, text=True
+    )
     file.unlink()
     if result.returncode:
         raise PeerError(f"the peer {PEER[0]} does not run here:\n{result.stderr.strip()[-800:]}")
@@ -237,14 +274,21 @@ def measure_peer(shape: tuple[int, int], stripped: bool, runs: int, folder: Path
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5, help="runs of each measurement; the best counts")
+    parser.add_argument(
+        "--runs", type=int, default=5, help="runs of each measurement; the best counts"
+    )
     args = parser.parse_args()
     try:
         python = peer_python()
     except (PeerError, OSError, subprocess.SubprocessError) as error:
-        print(f"bench_datapath: {error}\nit needs a package index (pip) and a writable cache folder", file=sys.stderr)
+        print(
+            f"bench_datapath: {error}\nit needs a package index (pip) and a writable cache folder",
+            file=sys.stderr,
+        )
         return 2
-    print(f"{'workload':<16}{'ours s':>9}{'theirs s':>10}{'speed-up':>10}{'with routing s':>16}{'peak ratio':>12}")
+    print(
+        f"{'workload':<16}{'ours s':>9}{'theirs s':>10}{'speed-up':>10}{'with routing s':>16}{'peak ratio':>12}"
+    )
     workloads = {}
     for stripped in (False, True):
         for name, shape in WORKLOADS.items():
@@ -252,11 +296,19 @@ def main() -> int:
             peer = measure_peer(shape, stripped, min(args.runs, 3), python.parent)
             ours, plain_ratio = measure_ours(shape, stripped, False, args.runs)
             routed, routed_ratio = measure_ours(shape, stripped, True, min(args.runs, 3))
-            row = {"ours_s": ours, "peer_s": peer, "speedup": peer / ours, "with_routing_s": routed,
-                   "peak_ratio": max(plain_ratio, routed_ratio)}
+            row = {
+                "ours_s": ours,
+                "peer_s": peer,
+                "speedup": peer / ours,
+                "with_routing_s": routed,
+                "peak_ratio": max(plain_ratio, routed_ratio),
+            }
             workloads[name] = {key: round(value, 4) for key, value in row.items()}
-            print(f"{name:<16}{ours:>9.4f}{peer:>10.3f}{peer / ours:>9.1f}×{routed:>16.3f}"
-                  f"{row['peak_ratio']:>12.2f}", flush=True)
+            print(
+                f"{name:<16}{ours:>9.4f}{peer:>10.3f}{peer / ours:>9.1f}×{routed:>16.3f}"
+                f"{row['peak_ratio']:>12.2f}",
+                flush=True,
+            )
     found, exponent = growth(args.runs)
     print("\ntrajectories (8 turns)  " + "  ".join(f"{n}: {seconds:.4f} s" for n, seconds in found))
     print(f"seconds grow with trajectories to the power {exponent:.2f}\n")

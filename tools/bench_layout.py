@@ -53,12 +53,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from megastep.config import Config
-from megastep.policy import attention, batch, model, worker
 from megastep.distributed import parallel
-from megastep.weights.random_init import FreshWeights
+from megastep.policy import attention, batch, model, worker
 from megastep.samples import lay_out, make_samples
-from megastep.weights.megatron import load_hf
 from megastep.types import Group, LossTable, MicroBatch, Step, Trajectory, Trie
+from megastep.weights.megatron import load_hf
+from megastep.weights.random_init import FreshWeights
 
 # prompts; turns, samples; tokens of prompt, thinking, answer, observation
 WORKLOADS = {
@@ -69,10 +69,24 @@ WORKLOADS = {
 SETUPS = ("flat_padded", "flat", "merge", "trie")
 PARTS = ("attention", "experts", "head", "data")
 MODEL = dict(
-    model_type="qwen3_moe", hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
-    head_dim=32, intermediate_size=256, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256,
-    norm_topk_prob=True, vocab_size=8192, max_position_embeddings=4096, rms_norm_eps=1e-6, hidden_act="silu",
-    tie_word_embeddings=False, rope_theta=10000.0, initializer_range=0.05,
+    model_type="qwen3_moe",
+    hidden_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=256,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=256,
+    norm_topk_prob=True,
+    vocab_size=8192,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+    initializer_range=0.05,
 )
 BUDGET = 16_384
 SPEEDUP, OVERHEAD = {"search": 1.7, "think": 4.5, "long_think": 6.0}, 1.05
@@ -95,11 +109,18 @@ def make_group(random, id, turns, samples, prompt, thinking, answer, observation
         history, steps = first, []
         for turn in range(turns):
             response = some(thinking + answer)
-            steps.append(Step(
-                index=turn, last=turn == turns - 1, prompt_ids=history, response_ids=response,
-                loss_mask=np.ones(len(response), bool), logprobs=np.full(len(response), -9, np.float32),
-                versions=np.array([[0, len(response)]], np.int32), reward=float(index % 2 and turn == turns - 1),
-            ))
+            steps.append(
+                Step(
+                    index=turn,
+                    last=turn == turns - 1,
+                    prompt_ids=history,
+                    response_ids=response,
+                    loss_mask=np.ones(len(response), bool),
+                    logprobs=np.full(len(response), -9, np.float32),
+                    versions=np.array([[0, len(response)]], np.int32),
+                    reward=float(index % 2 and turn == turns - 1),
+                )
+            )
             history = np.concatenate([history, response[thinking:], some(observation)])
         trajectories.append(Trajectory(id, index, steps))
     return Group(id, trajectories)
@@ -109,7 +130,9 @@ def micro_batches(groups: list[Group], setup: str) -> list[MicroBatch]:
     samples = make_samples(groups, "grpo", "token")
     if setup == "flat_padded":
         return padded(samples)
-    return lay_out(samples, 1, BUDGET, layout=setup, attention_tokens=6 * MODEL["hidden_size"])[0][0]
+    return lay_out(samples, 1, BUDGET, layout=setup, attention_tokens=6 * MODEL["hidden_size"])[0][
+        0
+    ]
 
 
 def padded(samples) -> list[MicroBatch]:
@@ -137,7 +160,9 @@ def rectangle(tries: list[Trie], length: int) -> MicroBatch:
 
 
 def steps_of(groups: list[Group]) -> list[Step]:
-    return [step for group in groups for trajectory in group.trajectories for step in trajectory.steps]
+    return [
+        step for group in groups for trajectory in group.trajectories for step in trajectory.steps
+    ]
 
 
 def distinct_tokens(groups: list[Group]) -> int:
@@ -204,12 +229,16 @@ class SdpaAttention(torch.nn.Module):
             q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
             return causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
         lengths = packed_seq_params.blocks
-        parts = [[x.transpose(0, 1).unsqueeze(0) for x in t.split(lengths)] for t in (query, key, value)]
+        parts = [
+            [x.transpose(0, 1).unsqueeze(0) for x in t.split(lengths)] for t in (query, key, value)
+        ]
         return torch.cat([causal(*qkv).squeeze(0).transpose(0, 1) for qkv in zip(*parts)])
 
 
 def causal(q, k, v):
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
 
 
 def sequence_lengths(trie: Trie, groups: int) -> list[int]:
@@ -293,8 +322,14 @@ def memory(field: str) -> int:
 def peaks_elsewhere(workloads: list[str]) -> dict[str, dict[str, int]]:
     """In a process whose allocator returns every freed tensor at once: slower, but its peak is that of the tensors."""
     command = [sys.executable, __file__, "--peaks", "--workloads", ",".join(workloads)]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    out = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
+    out = subprocess.run(
+        command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
     return json.loads(out.splitlines()[-1])
 
 
@@ -303,7 +338,9 @@ def peaks(policy, workloads: list[str]) -> dict[str, dict[str, int]]:
     for name in workloads:
         groups = make_groups(*WORKLOADS[name])
         update(policy, groups, "trie")
-        found[name] = {setup: peak_bytes(lambda: update(policy, groups, setup)) for setup in ("merge", "trie")}
+        found[name] = {
+            setup: peak_bytes(lambda: update(policy, groups, setup)) for setup in ("merge", "trie")
+        }
     return found
 
 
@@ -362,7 +399,11 @@ def breakdown(policy, groups: list[Group], setup: str) -> dict[str, float]:
 
     here = sys.modules[__name__]
     with patched(
-        (attention.TrieAttention, "forward", watch.timed("attention", attention.TrieAttention.forward)),
+        (
+            attention.TrieAttention,
+            "forward",
+            watch.timed("attention", attention.TrieAttention.forward),
+        ),
         (SdpaAttention, "forward", watch.timed("attention", SdpaAttention.forward)),
         (MoELayer, "forward", watch.timed("experts", MoELayer.forward)),
         (model, "row_logprobs", watch.timed("head", model.row_logprobs)),
@@ -380,7 +421,11 @@ def breakdown(policy, groups: list[Group], setup: str) -> dict[str, float]:
 def bare_megatron(policy, tokens: torch.Tensor):
     """A plain GPTModel of the same shape under the same data parallelism, and its forward_backward_func."""
     own = model.TrieAttention
-    model.TrieAttention, model.PolicyModel, policy_model = SdpaAttention, model.GPTModel, model.PolicyModel
+    model.TrieAttention, model.PolicyModel, policy_model = (
+        SdpaAttention,
+        model.GPTModel,
+        model.PolicyModel,
+    )
     try:
         chunks = model.build_model(policy.arch, policy.config.policy)
     finally:
@@ -401,8 +446,13 @@ def bare_megatron(policy, tokens: torch.Tensor):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=[iter([tokens])], model=chunks, num_microbatches=1,
-            seq_length=tokens.shape[1], micro_batch_size=len(tokens), forward_only=False,
+            forward_step_func=forward_step,
+            data_iterator=[iter([tokens])],
+            model=chunks,
+            num_microbatches=1,
+            seq_length=tokens.shape[1],
+            micro_batch_size=len(tokens),
+            forward_only=False,
         )
 
     return run
@@ -411,8 +461,26 @@ def bare_megatron(policy, tokens: torch.Tensor):
 def overhead(policy, runs: int) -> float:
     tokens = np.random.default_rng(1).integers(MODEL["vocab_size"], size=(8, 513), dtype=np.int32)
     groups = [
-        Group(i, [Trajectory(i, 0, [Step(0, True, row[:1], row[1:], np.ones(512, bool), np.full(512, -9, np.float32),
-                                         np.array([[0, 512]], np.int32))])])
+        Group(
+            i,
+            [
+                Trajectory(
+                    i,
+                    0,
+                    [
+                        Step(
+                            0,
+                            True,
+                            row[:1],
+                            row[1:],
+                            np.ones(512, bool),
+                            np.full(512, -9, np.float32),
+                            np.array([[0, 512]], np.int32),
+                        )
+                    ],
+                )
+            ],
+        )
         for i, row in enumerate(tokens)
     ]
 
@@ -428,7 +496,9 @@ def overhead(policy, runs: int) -> float:
     # Ours does not compute the last token, which predicts nothing: 512 tokens a sequence for both.
     bare = bare_megatron(policy, torch.from_numpy(tokens[:, :512].astype(np.int64)))
     times = best_in_turns(max(runs, 5), ours=ours, bare=bare)
-    print(f"\noverhead: ours {times['ours']:.3f} s, bare Megatron {times['bare']:.3f} s, 8 sequences of 512 tokens")
+    print(
+        f"\noverhead: ours {times['ours']:.3f} s, bare Megatron {times['bare']:.3f} s, 8 sequences of 512 tokens"
+    )
     return times["ours"] / times["bare"]
 
 
@@ -446,12 +516,19 @@ def measure(policy, name: str, runs: int, peak: dict[str, int]) -> dict:
     distinct = distinct_tokens(groups)
     steps = steps_of(groups)
     rows = sum(len(step.response_ids) for step in steps)
-    print(f"\n{name}: {len(groups)} prompts, {len(steps)} steps, {distinct} distinct tokens, {rows} trained")
-    print(f"  {'':12}{'tokens':>8}{'seconds':>9}{'× merge':>9}   " + "".join(f"{p:>10}" for p in (*PARTS, "rest")))
+    print(
+        f"\n{name}: {len(groups)} prompts, {len(steps)} steps, {distinct} distinct tokens, {rows} trained"
+    )
+    print(
+        f"  {'':12}{'tokens':>8}{'seconds':>9}{'× merge':>9}   "
+        + "".join(f"{p:>10}" for p in (*PARTS, "rest"))
+    )
     for setup in SETUPS:
         parts = breakdown(policy, groups, setup)
-        print(f"  {setup:12}{tokens[setup]:8}{times[setup]:9.2f}{times['merge'] / times[setup]:9.2f}   "
-              + "".join(f"{parts[p]:10.2f}" for p in (*PARTS, "rest")))
+        print(
+            f"  {setup:12}{tokens[setup]:8}{times[setup]:9.2f}{times['merge'] / times[setup]:9.2f}   "
+            + "".join(f"{parts[p]:10.2f}" for p in (*PARTS, "rest"))
+        )
     print(f"  peak memory: merge {peak['merge'] / 1e6:.0f} MB, trie {peak['trie'] / 1e6:.0f} MB")
     return {
         "speedup_vs_merge": times["merge"] / times["trie"],
@@ -464,9 +541,15 @@ def measure(policy, name: str, runs: int, peak: dict[str, int]) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3, help="timed runs of each set-up; the best counts")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="some of search,think,long_think")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="timed runs of each set-up; the best counts"
+    )
+    parser.add_argument(
+        "--workloads", default=",".join(WORKLOADS), help="some of search,think,long_think"
+    )
     parser.add_argument("--peaks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = args.workloads.split(",")
@@ -489,9 +572,13 @@ def bars_missed(result: dict) -> list[str]:
     missed = []
     for name, found in result["workloads"].items():
         if found["speedup_vs_merge"] < SPEEDUP[name]:
-            missed.append(f"{name}: {found['speedup_vs_merge']:.2f} times merge, not {SPEEDUP[name]}")
+            missed.append(
+                f"{name}: {found['speedup_vs_merge']:.2f} times merge, not {SPEEDUP[name]}"
+            )
         if round(found["computed_over_distinct"], 2) != 1.0:
-            missed.append(f"{name}: {found['computed_over_distinct']:.3f} tokens computed for a distinct one")
+            missed.append(
+                f"{name}: {found['computed_over_distinct']:.3f} tokens computed for a distinct one"
+            )
         if found["peak_bytes_trie"] >= found["peak_bytes_merge"]:
             missed.append(f"{name}: more memory than merge")
     if result["overhead_vs_megatron"] > OVERHEAD:

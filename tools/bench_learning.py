@@ -33,8 +33,13 @@ WAYS = {"synchronous": 0, "asynchronous": 1}  # async.max_staleness
 def final_success(way: str, seed: int, folder: str) -> float:
     name = f"{way}-{seed}"
     print(f"{name} ...", file=sys.stderr, flush=True)
-    given = [f"train.seed={seed}", f"async.max_staleness={WAYS[way]}", f"run.dir={folder}", f"run.name={name}",
-             "run.wandb=disabled"]
+    given = [
+        f"train.seed={seed}",
+        f"async.max_staleness={WAYS[way]}",
+        f"run.dir={folder}",
+        f"run.name={name}",
+        "run.wandb=disabled",
+    ]
     command = [sys.executable, "-m", "megastep", "train", "configs/local.yaml", *given]
     subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
     last = read_metrics(Path(folder) / name)[-1]
@@ -55,7 +60,11 @@ def main() -> int:
     difference = means["asynchronous"] - means["synchronous"]
     met = abs(difference) <= BAR
     print("the bar is met" if met else f"the bar is missed: {BAR}")
-    print(json.dumps({name: round(value, 3) for name, value in (means | {"difference": difference}).items()}))
+    print(
+        json.dumps(
+            {name: round(value, 3) for name, value in (means | {"difference": difference}).items()}
+        )
+    )
     return 0
 
 

@@ -43,17 +43,33 @@ from megastep.config import Config, ParallelConfig
 from megastep.distributed.ports import free_port
 from megastep.rollout.generation import Sampling
 from megastep.samples import lay_out
-from megastep.types import Group, Sample, Step, Trajectory
 from megastep.samples.validation import recorded_tokens, validate
+from megastep.types import Group, Sample, Step, Trajectory
 
 MODEL = dict(
-    hidden_size=128, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    intermediate_size=256, moe_intermediate_size=64, num_experts=32, num_experts_per_tok=4, norm_topk_prob=True,
-    vocab_size=512, max_position_embeddings=512, initializer_range=0.1, tie_word_embeddings=False,
+    hidden_size=128,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=256,
+    moe_intermediate_size=64,
+    num_experts=32,
+    num_experts_per_tok=4,
+    norm_topk_prob=True,
+    vocab_size=512,
+    max_position_embeddings=512,
+    initializer_range=0.1,
+    tie_word_embeddings=False,
 )
 TRAJECTORIES, TOKENS, PROMPT, TURNS, OBSERVATION, DROPPED = 64, 128, 16, 4, 8, 8
 WORKLOADS = {"one turn": (1, 1, False), "turns": (4, TURNS, False), "rewritten": (4, TURNS, True)}
-PARALLEL = {"1 rank": {}, "tensor 2": dict(tensor=2), "pipeline 2": dict(pipeline=2), "expert 2": dict(expert=2)}
+PARALLEL = {
+    "1 rank": {},
+    "tensor 2": dict(tensor=2),
+    "pipeline 2": dict(pipeline=2),
+    "expert 2": dict(expert=2),
+}
 MAX_FP32, KL_RATIO_BF16 = 1e-5, 0.15
 
 
@@ -80,35 +96,62 @@ def roll_out(config: Config) -> dict[str, list[Group]]:
     from megastep.cluster import Cluster
 
     with Cluster(config, with_policy=False) as cluster:
-        return {name: asyncio.run(_groups(cluster.engines.generate, *shape)) for name, shape in WORKLOADS.items()}
+        return {
+            name: asyncio.run(_groups(cluster.engines.generate, *shape))
+            for name, shape in WORKLOADS.items()
+        }
 
 
 async def _groups(generate, samples: int, turns: int, rewritten: bool) -> list[Group]:
     random = np.random.default_rng(0)
     ids = range(TRAJECTORIES // samples)
     prompts = random.integers(0, MODEL["vocab_size"], (len(ids), PROMPT), dtype=np.int32)
-    told = random.integers(0, MODEL["vocab_size"], (TRAJECTORIES, turns, OBSERVATION), dtype=np.int32)
-    trajectories = await asyncio.gather(*(
-        _trajectory(generate, group, index, prompts[group], told[group * samples + index], rewritten)
-        for group in ids for index in range(samples)
-    ))
-    groups = [Group(group, list(trajectories[group * samples : (group + 1) * samples])) for group in ids]
+    told = random.integers(
+        0, MODEL["vocab_size"], (TRAJECTORIES, turns, OBSERVATION), dtype=np.int32
+    )
+    trajectories = await asyncio.gather(
+        *(
+            _trajectory(
+                generate, group, index, prompts[group], told[group * samples + index], rewritten
+            )
+            for group in ids
+            for index in range(samples)
+        )
+    )
+    groups = [
+        Group(group, list(trajectories[group * samples : (group + 1) * samples])) for group in ids
+    ]
     validate(groups)
     return groups
 
 
-async def _trajectory(generate, group: int, index: int, prompt, told, rewritten: bool) -> Trajectory:
+async def _trajectory(
+    generate, group: int, index: int, prompt, told, rewritten: bool
+) -> Trajectory:
     steps: list[Step] = []
     for turn, observation in enumerate(told):
         seed = (group * 1000 + index) * 10 + turn
         known = recorded_tokens(steps, prompt, len(prompt) - 1)
-        answer = await generate(prompt, Sampling(TOKENS // len(told), seed=seed), session=f"{group}/{index}",
-                                routing_start=known)
-        steps.append(Step(
-            index=turn, last=turn == len(told) - 1, prompt_ids=prompt, response_ids=answer.ids,
-            loss_mask=np.ones(len(answer.ids), bool), logprobs=answer.logprobs, versions=answer.versions,
-            finish=answer.finish, routing=answer.routing, routing_start=known,
-        ))
+        answer = await generate(
+            prompt,
+            Sampling(TOKENS // len(told), seed=seed),
+            session=f"{group}/{index}",
+            routing_start=known,
+        )
+        steps.append(
+            Step(
+                index=turn,
+                last=turn == len(told) - 1,
+                prompt_ids=prompt,
+                response_ids=answer.ids,
+                loss_mask=np.ones(len(answer.ids), bool),
+                logprobs=answer.logprobs,
+                versions=answer.versions,
+                finish=answer.finish,
+                routing=answer.routing,
+                routing_start=known,
+            )
+        )
         prompt = np.concatenate([prompt, answer.ids[DROPPED if rewritten else 0 :], observation])
     return Trajectory(group, index, steps)
 
@@ -131,7 +174,9 @@ def serve(rank: int, pipe) -> None:
             pipe.send((False, traceback.format_exc()))
 
 
-def measure(rank: int, address: str, folder: Path, precision: str, parallelism: dict, jobs: list) -> list:
+def measure(
+    rank: int, address: str, folder: Path, precision: str, parallelism: dict, jobs: list
+) -> list:
     """For each (groups, layout, replay): (Δ [N], differing router decisions, all of them), of this rank's part."""
     from megastep.distributed import parallel
     from megastep.policy.worker import PolicyWorker
@@ -152,8 +197,15 @@ def _measure(worker, groups: list[Group], layout: str, replay: bool) -> tuple[np
 
     place, p = parallel.place(), worker.config.policy.parallel
     worker.config.routing_replay.enabled = replay
-    samples = [Sample(step, g.id, t.index, 1.0, 1.0) for g in groups for t in g.trajectories for step in t.steps]
-    batches, _ = lay_out(samples, place.data_size, budget_tokens=4096, align_tokens=p.tensor, layout=layout)
+    samples = [
+        Sample(step, g.id, t.index, 1.0, 1.0)
+        for g in groups
+        for t in g.trajectories
+        for step in t.steps
+    ]
+    batches, _ = lay_out(
+        samples, place.data_size, budget_tokens=4096, align_tokens=p.tensor, layout=layout
+    )
     deltas, differing, decisions = [], 0, 0
     for batch in batches[place.data]:
         choices = _RouterChoices(worker)
@@ -237,7 +289,9 @@ class Ranks:
 
 def _numbers(parts: tuple) -> dict[str, float]:
     delta = np.concatenate([part[0] for part in parts]).astype(np.float64)
-    assert len(delta) == TRAJECTORIES * TOKENS, f"{len(delta)} tokens instead of {TRAJECTORIES * TOKENS}"
+    assert len(delta) == TRAJECTORIES * TOKENS, (
+        f"{len(delta)} tokens instead of {TRAJECTORIES * TOKENS}"
+    )
     return {
         "mean_abs": float(np.abs(delta).mean()),
         "max_abs": float(np.abs(delta).max()),
@@ -255,7 +309,11 @@ def cases(quick: bool) -> list[tuple[str, str, str]]:
     if not quick:
         found += [("1 rank", "turns", layout) for layout in ("flat", "merge", "trie")]
         found += [("1 rank", "rewritten", layout) for layout in ("flat", "trie")]
-        found += [(ranks, workload, "trie") for ranks in list(PARALLEL)[1:] for workload in ("one turn", "rewritten")]
+        found += [
+            (ranks, workload, "trie")
+            for ranks in list(PARALLEL)[1:]
+            for workload in ("one turn", "rewritten")
+        ]
     return found
 
 
@@ -265,7 +323,11 @@ def compare(ranks: Ranks, folder: Path, precision: str, quick: bool) -> tuple[di
     main, missed = None, []
     for name, layout in PARALLEL.items():
         mine = [case for case in cases(quick) if case[0] == name]
-        jobs = [(rollouts[workload], tree, replay) for _, workload, tree in mine for replay in (False, True)]
+        jobs = [
+            (rollouts[workload], tree, replay)
+            for _, workload, tree in mine
+            for replay in (False, True)
+        ]
         if not jobs:
             continue
         found = ranks.measure(folder=folder, precision=precision, parallelism=layout, jobs=jobs)
@@ -274,9 +336,11 @@ def compare(ranks: Ranks, folder: Path, precision: str, quick: bool) -> tuple[di
             bad = _missed(precision, free, replay)
             missed += [f"{precision}, {name}, {workload}, {tree}: {bad}"] if bad else []
             for kind, numbers in (("free", free), ("replay", replay)):
-                print(f"{precision:<6}{name:<12}{workload:<11}{tree:<7}{kind:<8}{numbers['mean_abs']:>10.1e}"
-                      f"{numbers['max_abs']:>10.1e}{numbers['kl']:>10.1e}{numbers['router_mismatch']:>10.2%}",
-                      flush=True)
+                print(
+                    f"{precision:<6}{name:<12}{workload:<11}{tree:<7}{kind:<8}{numbers['mean_abs']:>10.1e}"
+                    f"{numbers['max_abs']:>10.1e}{numbers['kl']:>10.1e}{numbers['router_mismatch']:>10.2%}",
+                    flush=True,
+                )
     return main, missed
 
 
@@ -292,8 +356,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one turn on one rank only")
     args = parser.parse_args()
-    print(f"{'':<6}{'ranks':<12}{'workload':<11}{'layout':<7}{'experts':<8}{'mean |Δ|':>10}{'max |Δ|':>10}{'KL':>10}"
-          f"{'routers ≠':>10}")
+    print(
+        f"{'':<6}{'ranks':<12}{'workload':<11}{'layout':<7}{'experts':<8}{'mean |Δ|':>10}{'max |Δ|':>10}{'KL':>10}"
+        f"{'routers ≠':>10}"
+    )
     results, missed = {}, []
     with tempfile.TemporaryDirectory() as folder, Ranks() as ranks:
         make_model(Path(folder))

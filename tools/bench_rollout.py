@@ -46,9 +46,20 @@ from megastep.rollout.renderer import Renderer
 
 TOKENIZER = Path("configs/models/bytes")
 MODEL = dict(
-    hidden_size=128, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    intermediate_size=256, moe_intermediate_size=64, num_experts=32, num_experts_per_tok=4, norm_topk_prob=True,
-    vocab_size=272, max_position_embeddings=4096, initializer_range=0.1, tie_word_embeddings=False,
+    hidden_size=128,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=256,
+    moe_intermediate_size=64,
+    num_experts=32,
+    num_experts_per_tok=4,
+    norm_topk_prob=True,
+    vocab_size=272,
+    max_position_embeddings=4096,
+    initializer_range=0.1,
+    tie_word_embeddings=False,
 )
 PROMPT, ONE_TURN, RESPONSE, OBSERVATION = 64, 64, 32, 96
 CALLS, TRAJECTORIES, TURNS, MOST_TURNS = 256, 64, 8, (2, 4, 8, 16)
@@ -62,7 +73,9 @@ class Talk(Env):
         self.random = np.random.default_rng(row["seed"])
 
     def words(self, tokens: int) -> str:
-        return "".join(map(chr, self.random.integers(97, 123, tokens)))  # the tokenizer's tokens are bytes
+        return "".join(
+            map(chr, self.random.integers(97, 123, tokens))
+        )  # the tokenizer's tokens are bytes
 
     async def start(self):
         return [{"role": "user", "content": self.words(PROMPT)}]
@@ -79,7 +92,9 @@ def pool(generate, turns: int, response: int) -> Pool:
     renderer = Renderer.for_model(TOKENIZER, "tokens")
     renderer.stop_ids = ()  # every response has its full length; the token that closes it is appended
     limits = Limits(turns, MODEL["max_position_embeddings"], response + 1, env_timeout_s=60.0)
-    return Pool(Agent(generate, renderer, limits, Sampling(response)), Talk, samples=1, concurrency=CALLS)
+    return Pool(
+        Agent(generate, renderer, limits, Sampling(response)), Talk, samples=1, concurrency=CALLS
+    )
 
 
 def make_config(folder: Path, engines: int) -> Config:
@@ -126,14 +141,18 @@ class Raw:
 
 
 def serve_raw(config: Config, token_ids: list[list[int]], pipe) -> None:
-    setup = engine.Setup(0, "shm", has_gpu=False, gpu_ids=None, own_weights=True, folder=".", log=None)
+    setup = engine.Setup(
+        0, "shm", has_gpu=False, gpu_ids=None, own_weights=True, folder=".", log=None
+    )
     os.environ.update(engine._environment(config, setup))
     for output in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     from vllm import LLM
 
     llm = LLM(**engine._arguments(config, setup))
-    params = [engine._sampling_params(Sampling(ONE_TURN, seed=seed), 0) for seed in range(len(token_ids))]
+    params = [
+        engine._sampling_params(Sampling(ONE_TURN, seed=seed), 0) for seed in range(len(token_ids))
+    ]
     pipe.send(llm.llm_engine.vllm_config.cache_config.block_size)
     while True:
         try:
@@ -143,9 +162,14 @@ def serve_raw(config: Config, token_ids: list[list[int]], pipe) -> None:
             return
         llm.reset_prefix_cache()
         begun = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in token_ids], params, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in token_ids], params, use_tqdm=False
+        )
         seconds = time.perf_counter() - begun
-        assert all(len(o.outputs[0].token_ids) == ONE_TURN and o.outputs[0].routed_experts is not None for o in outputs)
+        assert all(
+            len(o.outputs[0].token_ids) == ONE_TURN and o.outputs[0].routed_experts is not None
+            for o in outputs
+        )
         pipe.send(seconds)
 
 
@@ -168,7 +192,10 @@ def one_turn(folder: Path, rounds: int) -> tuple[float, int]:
     """Our tokens/s over vLLM's own, and the tokens of a block of its cache."""
     config = make_config(folder, engines=1)
     renderer = Renderer.for_model(TOKENIZER, "tokens")
-    asked = [renderer.prompt_ids(asyncio.run(Talk(prompt.row).start())).tolist() for prompt in prompts(CALLS)]
+    asked = [
+        renderer.prompt_ids(asyncio.run(Talk(prompt.row).start())).tolist()
+        for prompt in prompts(CALLS)
+    ]
     raw = Raw(config, asked)
     ours, theirs = [], []
     try:
@@ -180,8 +207,13 @@ def one_turn(folder: Path, rounds: int) -> tuple[float, int]:
         raw.close()
     tokens = CALLS * ONE_TURN
     print(f"one turn, {CALLS} × {ONE_TURN} tokens, best of {rounds}")
-    print(f"  vLLM's LLM.generate {tokens / min(theirs[1:]):7.0f} tokens/s   rounds {_seconds(theirs[1:])}")
-    print(f"  our agents          {tokens / min(ours[1:]):7.0f} tokens/s   rounds {_seconds(ours[1:])}", flush=True)
+    print(
+        f"  vLLM's LLM.generate {tokens / min(theirs[1:]):7.0f} tokens/s   rounds {_seconds(theirs[1:])}"
+    )
+    print(
+        f"  our agents          {tokens / min(ours[1:]):7.0f} tokens/s   rounds {_seconds(ours[1:])}",
+        flush=True,
+    )
     return min(theirs[1:]) / min(ours[1:]), raw.block_tokens
 
 
@@ -209,8 +241,11 @@ def cache_share(cluster: Cluster, block: int) -> float:
         possible += min(left.get(session, 0), length - 1) // block * block
         left[session] = length + len(made.ids) - 1
         prompt_tokens, cached = prompt_tokens + length, cached + made.cached_tokens
-    print(f"\n{TURNS} turns, {TRAJECTORIES} trajectories, {cluster.config.engine.num_engines} engines, blocks of {block}: "
-          f"{prompt_tokens} prompt tokens, {possible} could be cached, {cached} were", flush=True)
+    print(
+        f"\n{TURNS} turns, {TRAJECTORIES} trajectories, {cluster.config.engine.num_engines} engines, blocks of {block}: "
+        f"{prompt_tokens} prompt tokens, {possible} could be cached, {cached} were",
+        flush=True,
+    )
     return cached / possible
 
 
@@ -221,13 +256,20 @@ def routes_exponent(cluster: Cluster) -> float:
         counting = Counting(cluster.engines.generate)
         asyncio.run(pool(counting, turns, RESPONSE).run(prompts(8)))
         shipped.append(sum(len(made.routing) for _, _, made in counting.calls) / 8)
-        print(f"{turns:5}{shipped[-1]:20.0f}{sum(length for _, length, _ in counting.calls) / 8:52.0f}", flush=True)
+        print(
+            f"{turns:5}{shipped[-1]:20.0f}{sum(length for _, length, _ in counting.calls) / 8:52.0f}",
+            flush=True,
+        )
     return float(np.polyfit(np.log(MOST_TURNS), np.log(shipped), 1)[0])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds of one turn; the best counts")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="timed rounds of one turn; the best counts"
+    )
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
@@ -238,7 +280,11 @@ def main() -> int:
                 "cache_share": cache_share(cluster, block),
                 "routes_exponent": routes_exponent(cluster),
             }
-    met = result["one_turn_ratio"] >= RATIO and result["cache_share"] >= SHARE and result["routes_exponent"] <= EXPONENT
+    met = (
+        result["one_turn_ratio"] >= RATIO
+        and result["cache_share"] >= SHARE
+        and result["routes_exponent"] <= EXPONENT
+    )
     print("\nevery bar is met" if met else f"\na bar is missed: {RATIO}, {SHARE}, {EXPONENT}")
     print(json.dumps({name: round(value, 4) for name, value in result.items()}))
     return 0

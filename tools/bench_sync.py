@@ -32,16 +32,24 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megastep.models.architecture import read_architecture
 from megastep.cluster import Cluster
 from megastep.config import Config, load
-from megastep.trainer.learner import Learner
+from megastep.models.architecture import read_architecture
 from megastep.rollout.task import Task
+from megastep.trainer.learner import Learner
 from megastep.weights.mapping import rows_of
 
 BAR = 0.3
-SHAPE = dict(hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-             num_experts=16, moe_intermediate_size=512, vocab_size=8192)
+SHAPE = dict(
+    hidden_size=512,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    num_experts=16,
+    moe_intermediate_size=512,
+    vocab_size=8192,
+)
 
 
 def make_config(folder: Path, overrides: list[str]) -> Config:
@@ -50,13 +58,20 @@ def make_config(folder: Path, overrides: list[str]) -> Config:
     shutil.copytree(source, folder, dirs_exist_ok=True)
     shape = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(shape | SHAPE))
-    small = ["rollout.prompts=8", "rollout.samples_per_prompt=8", "warm_start.trajectories=0", "optimizer.warmup_steps=0"]
+    small = [
+        "rollout.prompts=8",
+        "rollout.samples_per_prompt=8",
+        "warm_start.trajectories=0",
+        "optimizer.warmup_steps=0",
+    ]
     return load("configs/chase.yaml", [f"model.path={folder}", *small, *overrides])
 
 
 def model_bytes(folder: str) -> int:
     rows = rows_of(read_architecture(folder)).values()
-    return sum(4 * torch.Size(shape).numel() for row in rows if not row.is_copy for _, shape in row.hf)
+    return sum(
+        4 * torch.Size(shape).numel() for row in rows if not row.is_copy for _, shape in row.hf
+    )
 
 
 def seconds(run: Callable) -> float:
@@ -83,7 +98,9 @@ def share_of_step(config: Config, cluster: Cluster) -> float:
     for step in range(1, 4):
         groups = []
         parts = (
-            seconds(lambda: groups.extend(asyncio.run(pool.run(stream.take(config.rollout.prompts))))),
+            seconds(
+                lambda: groups.extend(asyncio.run(pool.run(stream.take(config.rollout.prompts))))
+            ),
             seconds(lambda: learner.learn(groups)),
             seconds(cluster.sync),
         )
@@ -92,21 +109,34 @@ def share_of_step(config: Config, cluster: Cluster) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pushes", type=int, default=5, help="timed pushes; the best counts")
     args, overrides = parser.parse_known_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(Path(folder), overrides)
         nbytes = model_bytes(folder)
-        print(f"{nbytes / 1e9:.2f} GB, {config.policy.ranks} rank(s), {config.engine.num_engines} engine(s)", flush=True)
+        print(
+            f"{nbytes / 1e9:.2f} GB, {config.policy.ranks} rank(s), {config.engine.num_engines} engine(s)",
+            flush=True,
+        )
         with Cluster(config) as cluster:
             push, copy = push_and_copy(cluster, nbytes, args.pushes)
             share = share_of_step(config, cluster)
     ratio = copy / push
     print("\nthe bar is met" if ratio >= BAR else f"\nthe bar of {BAR} is missed")
-    print(json.dumps({"gb_per_s": round(nbytes / push / 1e9, 3), "memcpy_gb_per_s": round(nbytes / copy / 1e9, 3),
-                      "ratio": round(ratio, 3), "share_of_step": round(share, 4)}))
+    print(
+        json.dumps(
+            {
+                "gb_per_s": round(nbytes / push / 1e9, 3),
+                "memcpy_gb_per_s": round(nbytes / copy / 1e9, 3),
+                "ratio": round(ratio, 3),
+                "share_of_step": round(share, 4),
+            }
+        )
+    )
     return 0
 
 

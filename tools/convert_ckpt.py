@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Hugging Face weights ↔ megastep checkpoints, as `megastep import` and `megastep export`, from a clone of the project.
 
-    tools/convert_ckpt.py import HF_FOLDER CHECKPOINT
-    tools/convert_ckpt.py export CHECKPOINT HF_FOLDER [--shard-size 5GB]
+tools/convert_ckpt.py import HF_FOLDER CHECKPOINT
+tools/convert_ckpt.py export CHECKPOINT HF_FOLDER [--shard-size 5GB]
 """
 
 import argparse
@@ -12,12 +12,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megastep.conversion import commands
 from megastep import signals
+from megastep.conversion import commands
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands.add_commands(parser.add_subparsers(required=True, metavar="import|export"))
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")  # of the libraries, about the GPU parts that are not there

@@ -75,12 +75,19 @@ BYTES_TEMPLATE = """\
 def chase_tokenizer() -> PreTrainedTokenizerFast:
     words = CHASE_MARKS + CHASE_WORDS
     words += [str(n) for n in range(SHAPE["vocab_size"] - len(words))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in CHASE_MARKS])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eot>", pad_token="<pad>", unk_token="<unk>",
-        chat_template=CHASE_TEMPLATE, clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eot>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        chat_template=CHASE_TEMPLATE,
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -91,8 +98,11 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in BYTES_MARKS])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        chat_template=BYTES_TEMPLATE, clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=BYTES_TEMPLATE,
+        clean_up_tokenization_spaces=False,
     )
 
 

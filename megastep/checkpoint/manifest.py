@@ -2,7 +2,7 @@
 
 Written last, it names every file with its size and SHA-256. Loading starts by checking it, so that a truncated,
 damaged or foreign folder is refused by name before any tensor is touched. `read_manifest` compares all sizes and the
-hashes of everything but the tensors; those are hashed by `refuse_damaged`, which the ranks share among them.
+hashes of everything but the tensors; those are hashed by `check_intact`, which the ranks share among them.
 
 The hashes find damage, not an attacker, who can write a manifest too: see unpickle.py for what holds against one.
 """
@@ -25,8 +25,6 @@ FORMAT = 2  # 1 had no hashes
 _IRRELEVANT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures")
 
 
-
-
 def latest(root: str | Path) -> Path | None:
     """The newest whole checkpoint."""
     found = whole_checkpoints(root)
@@ -36,20 +34,30 @@ def latest(root: str | Path) -> Path | None:
 def whole_checkpoints(root: str | Path) -> list[Path]:
     """Oldest first. Partial folders do not match."""
     if Path(root).is_file():
-        raise CheckpointError(f"{root}: a folder of checkpoints is needed, this is a file; move it away")
+        raise CheckpointError(
+            f"{root}: a folder of checkpoints is needed, this is a file; move it away"
+        )
     folders = [p for p in Path(root).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
     return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
 
 
 def describe(arch: Architecture, step: int, layout: dict | None, with_optimizer: bool) -> dict:
-    return {"format": FORMAT, "step": step, "layout": layout, "with_optimizer": with_optimizer, "model": arch.hf}
+    return {
+        "format": FORMAT,
+        "step": step,
+        "layout": layout,
+        "with_optimizer": with_optimizer,
+        "model": arch.hf,
+    }
 
 
 def write_manifest(folder: Path, manifest: dict, hashed: dict[str, str] | None = None) -> None:
     """`hashed`: hashes of files that others have read already."""
     names = [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file()]
     sums = {**hash_files(folder, set(names) - set(hashed or {})), **(hashed or {})}
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sums[name]} for name in names}
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": sums[name]} for name in names
+    }
     (folder / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
 
 
@@ -69,9 +77,11 @@ def read_manifest(folder: str | Path) -> dict:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint")
-    _refuse_links(folder)
+    _check_no_links(folder)
     if not (folder / MANIFEST).is_file():
-        raise CheckpointError(f"{folder}: no {MANIFEST}: not a checkpoint of megastep, or one that was never finished")
+        raise CheckpointError(
+            f"{folder}: no {MANIFEST}: not a checkpoint of megastep, or one that was never finished"
+        )
     manifest = read_object(folder / MANIFEST)
     _check_types(folder, manifest)
     for name, file in manifest["files"].items():
@@ -80,28 +90,32 @@ def read_manifest(folder: str | Path) -> dict:
             raise CheckpointError(f"{folder / name}: missing from the checkpoint")
         if found != file["bytes"]:
             raise CheckpointError(f"{folder / name}: truncated, {found} bytes of {file['bytes']}")
-    refuse_damaged(folder, manifest, [name for name in manifest["files"] if not name.endswith(DATA)])
+    check_intact(folder, manifest, [name for name in manifest["files"] if not name.endswith(DATA)])
     return manifest
 
 
-def _refuse_links(folder: Path) -> None:
+def _check_no_links(folder: Path) -> None:
     """A link would let an export copy any file of this machine. `folder` itself may be reached through one."""
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(parent) / name
             if path.is_symlink():
-                raise CheckpointError(f"{path}: is a symbolic link; a checkpoint holds its files itself: copy the "
-                                      "file to this place")
+                raise CheckpointError(
+                    f"{path}: is a symbolic link; a checkpoint holds its files itself: copy the "
+                    "file to this place"
+                )
 
 
-def refuse_damaged(folder: str | Path, manifest: dict, names: Iterable[str]) -> None:
+def check_intact(folder: str | Path, manifest: dict, names: Iterable[str]) -> None:
     try:
         hashed = hash_files(Path(folder), names)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: not readable ({error.strerror})") from None
     for name, found in hashed.items():
         if found != manifest["files"][name]["sha256"]:
-            raise CheckpointError(f"{Path(folder) / name}: damaged, its SHA-256 is not that of {MANIFEST}")
+            raise CheckpointError(
+                f"{Path(folder) / name}: damaged, its SHA-256 is not that of {MANIFEST}"
+            )
 
 
 def data_files(manifest: dict) -> list[str]:
@@ -113,22 +127,43 @@ def _check_types(folder: Path, manifest: dict) -> None:
     if type(version) is not int or version < 1:
         raise CheckpointError(f"{path}: format is {version!r:.80}, must be a whole number")
     if version > FORMAT:
-        raise CheckpointError(f"{folder}: format {version} is newer than this megastep, which reads up to {FORMAT}")
+        raise CheckpointError(
+            f"{folder}: format {version} is newer than this megastep, which reads up to {FORMAT}"
+        )
     if version < FORMAT:
-        raise CheckpointError(f"{folder}: format {version} is older than this megastep, which reads {FORMAT}; export "
-                              "it to a Hugging Face folder with the megastep that wrote it")
-    wanted = {"step": int, "with_optimizer": bool, "model": dict, "files": dict, "layout": (dict, type(None))}
-    refuse_other_types(path, manifest, wanted)
-    refuse_other_types(path, {"optimizer_steps": 0, **manifest}, {"optimizer_steps": int})
+        raise CheckpointError(
+            f"{folder}: format {version} is older than this megastep, which reads {FORMAT}; export "
+            "it to a Hugging Face folder with the megastep that wrote it"
+        )
+    wanted = {
+        "step": int,
+        "with_optimizer": bool,
+        "model": dict,
+        "files": dict,
+        "layout": (dict, type(None)),
+    }
+    check_types(path, manifest, wanted)
+    check_types(path, {"optimizer_steps": 0, **manifest}, {"optimizer_steps": int})
     for name, file in manifest["files"].items():
-        inside = name and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
+        inside = (
+            name
+            and not Path(name).is_absolute()
+            and ".." not in Path(name).parts
+            and "\0" not in name
+        )
         if not inside:
             raise CheckpointError(f"{path}: files: {name!r:.80} is no file of a checkpoint")
-        if type(file) is not dict or type(file.get("bytes")) is not int or type(file.get("sha256")) is not str:
-            raise CheckpointError(f"{path}: files: {name!r:.80} needs a number of bytes and a sha256")
+        if (
+            type(file) is not dict
+            or type(file.get("bytes")) is not int
+            or type(file.get("sha256")) is not str
+        ):
+            raise CheckpointError(
+                f"{path}: files: {name!r:.80} needs a number of bytes and a sha256"
+            )
 
 
-def refuse_other_types(path: Path, found: dict, wanted: dict[str, type | tuple[type, ...]]) -> None:
+def check_types(path: Path, found: dict, wanted: dict[str, type | tuple[type, ...]]) -> None:
     """JSON from a file has these entries, of these types; a bool is no number."""
     for key, kinds in wanted.items():
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
@@ -152,12 +187,16 @@ def read_object(path: Path) -> dict:
     except ValueError as error:  # not UTF-8, not JSON, a number of thousands of digits
         raise CheckpointError(f"{path}: not readable as JSON: {str(error)[:120]}") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: not readable: a JSON object is needed, this is a {type(found).__name__}")
+        raise CheckpointError(
+            f"{path}: not readable: a JSON object is needed, this is a {type(found).__name__}"
+        )
     return found
 
 
-def refuse_other_model(folder, saved: dict, ours: dict) -> None:
+def check_same_model(folder, saved: dict, ours: dict) -> None:
     for key in sorted(set(saved) | set(ours)):
         there, here = saved.get(key), ours.get(key)
         if key not in _IRRELEVANT and there != here:
-            raise CheckpointError(f"{folder}: is of another model: {key} is {there!s:.200} there, {here!s:.200} here")
+            raise CheckpointError(
+                f"{folder}: is of another model: {key} is {there!s:.200} there, {here!s:.200} here"
+            )

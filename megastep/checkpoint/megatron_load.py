@@ -16,17 +16,26 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 
-from megastep.errors import CheckpointError
 from megastep.checkpoint.unpickle import COMMON, CheckedReader, first_line, load_plain
+from megastep.errors import CheckpointError
 
-_BROKEN = (CheckpointingException, pickle.UnpicklingError, EOFError, KeyError, RuntimeError, ValueError)
+_BROKEN = (
+    CheckpointingException,
+    pickle.UnpicklingError,
+    EOFError,
+    KeyError,
+    RuntimeError,
+    ValueError,
+)
 
 
 def load_state(state: dict, folder: str | Path) -> dict:
     """`state` filled from the files; what is wrong with them is one line, whatever the libraries raise."""
     strategy = megatron_torch.TorchDistLoadShardedStrategy()
     try:
-        return dist_checkpointing.load(state, str(folder), sharded_strategy=strategy, common_strategy=_CommonReader())
+        return dist_checkpointing.load(
+            state, str(folder), sharded_strategy=strategy, common_strategy=_CommonReader()
+        )
     except CheckpointError:
         raise
     except CheckpointException as error:  # of some ranks, as torch collects them
@@ -46,7 +55,9 @@ class _Planner(megatron_torch.MCoreLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """As its base, which reads with weights_only=False."""
         name = read_item.dest_index.fqn
-        set_element(self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True))
+        set_element(
+            self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True)
+        )
 
 
 megatron_torch._get_filesystem_reader = lambda folder, cache_metadata=False: CheckedReader(folder)

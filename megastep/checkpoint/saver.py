@@ -35,12 +35,23 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megastep.errors import CheckpointError
-from megastep.distributed.processes import end_with_parent
-from megastep.distributed import parallel
 from megastep.checkpoint.loop_state import LoopState
-from megastep.checkpoint.manifest import DATA, HF, data_files, describe, hash_files, read_manifest, refuse_damaged, refuse_other_model, whole_checkpoints, write_manifest
+from megastep.checkpoint.manifest import (
+    DATA,
+    HF,
+    check_intact,
+    check_same_model,
+    data_files,
+    describe,
+    hash_files,
+    read_manifest,
+    whole_checkpoints,
+    write_manifest,
+)
 from megastep.checkpoint.megatron_load import load_state
+from megastep.distributed import parallel
+from megastep.distributed.processes import end_with_parent
+from megastep.errors import CheckpointError
 from megastep.weights.hf_files import copy_companions
 
 _FORMAT_OPTIONS = {
@@ -67,15 +78,23 @@ class Saver:
     def __init__(self):
         self._queue: AsyncCallsQueue | None = None
 
-    def save(self, root: str | Path, worker, loop: LoopState, keep: int, in_background: bool) -> None:
+    def save(
+        self, root: str | Path, worker, loop: LoopState, keep: int, in_background: bool
+    ) -> None:
         self.finish()
         final = Path(root) / f"step_{loop.step}"
         partial = final.with_suffix(".partial")
-        _together(lambda: _begin(partial, worker.config.model.path, loop) if dist.get_rank() == 0 else None)
+        _together(
+            lambda: (
+                _begin(partial, worker.config.model.path, loop) if dist.get_rank() == 0 else None
+            )
+        )
         _start_results_helper()
         manifest = describe(worker.arch, loop.step, _layout(worker), with_optimizer=True)
         manifest["optimizer_steps"] = worker.step
-        request = dist_checkpointing.save(_state(worker, loading=False), str(partial), async_sharded_save=in_background)
+        request = dist_checkpointing.save(
+            _state(worker, loading=False), str(partial), async_sharded_save=in_background
+        )
         if not in_background:
             seal(partial, final, manifest, keep, hashed=lambda: _hash_own(partial))
             return
@@ -113,12 +132,16 @@ def _hash_own(partial: Path) -> dict[str, str]:
     return hash_files(partial, [path.name for path in partial.glob(f"__{dist.get_rank()}_*{DATA}")])
 
 
-def _hashing_too(request: AsyncRequest, partial: Path) -> tuple[AsyncRequest, Callable[[], dict[str, str]]]:
+def _hashing_too(
+    request: AsyncRequest, partial: Path
+) -> tuple[AsyncRequest, Callable[[], dict[str, str]]]:
     """The request, whose process hashes what it wrote before it ends, and how to get the hashes from it.
 
     A gigabyte takes most of a second, in which the rank would not train.
     """
-    receiver, sender = multiprocessing.Pipe(duplex=False)  # a rank writes two files: their hashes fit into the pipe
+    receiver, sender = multiprocessing.Pipe(
+        duplex=False
+    )  # a rank writes two files: their hashes fit into the pipe
 
     def write_and_hash(*arguments, **options) -> None:
         request.async_fn(*arguments, **options)
@@ -133,7 +156,9 @@ def _hashing_too(request: AsyncRequest, partial: Path) -> tuple[AsyncRequest, Ca
     return request._replace(async_fn=write_and_hash), hashed
 
 
-def seal(partial: Path, final: Path, manifest: dict, keep: int, hashed: Callable[[], dict[str, str]]) -> None:
+def seal(
+    partial: Path, final: Path, manifest: dict, keep: int, hashed: Callable[[], dict[str, str]]
+) -> None:
     """All ranks have written: name the files, give the folder its name, drop old ones.
 
     `hashed`: the hashes of the files that this rank wrote.
@@ -142,7 +167,9 @@ def seal(partial: Path, final: Path, manifest: dict, keep: int, hashed: Callable
     parts: list[dict] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, own)
     hashes = {name: value for part in parts for name, value in part.items()}
-    _together(lambda: _publish(partial, final, manifest, keep, hashes) if dist.get_rank() == 0 else None)
+    _together(
+        lambda: _publish(partial, final, manifest, keep, hashes) if dist.get_rank() == 0 else None
+    )
 
 
 def _publish(partial: Path, final: Path, manifest: dict, keep: int, hashes: dict[str, str]) -> None:
@@ -156,7 +183,9 @@ def _publish(partial: Path, final: Path, manifest: dict, keep: int, hashes: dict
 def load(folder: str | Path, worker) -> None:
     manifest = _together(lambda: _checked_manifest(folder, worker))
     with_random = manifest["layout"] == _layout(worker)
-    state = _state(worker, loading=True, with_optimizer=manifest["with_optimizer"], with_random=with_random)
+    state = _state(
+        worker, loading=True, with_optimizer=manifest["with_optimizer"], with_random=with_random
+    )
     state = load_state(state, folder)
     for i, chunk in enumerate(_unwrapped(worker)):
         _load_weights(chunk, state[f"model{i}"])
@@ -174,8 +203,8 @@ def load(folder: str | Path, worker) -> None:
 def _checked_manifest(folder: str | Path, worker) -> dict:
     """Each rank hashes as many of the data files as any other."""
     manifest = read_manifest(folder)
-    refuse_other_model(folder, manifest["model"], worker.arch.hf)
-    refuse_damaged(folder, manifest, data_files(manifest)[dist.get_rank() :: dist.get_world_size()])
+    check_same_model(folder, manifest["model"], worker.arch.hf)
+    check_intact(folder, manifest, data_files(manifest)[dist.get_rank() :: dist.get_world_size()])
     return manifest
 
 
@@ -248,16 +277,22 @@ def _load_optimizer(worker, state: dict) -> None:
         for group in settings["optimizer"]["param_groups"]:
             group["step"] = state["adam_step"]
         tensors = state[f"optimizer{i}"]["param_state"]
-        part.load_state_dict({
-            **settings,
-            "param_state": tensors,
-            "param_state_sharding_type": _FORMAT_OPTIONS["distrib_optim_sharding_type"],
-        })
+        part.load_state_dict(
+            {
+                **settings,
+                "param_state": tensors,
+                "param_state_sharding_type": _FORMAT_OPTIONS["distrib_optim_sharding_type"],
+            }
+        )
 
 
 def _adam_step(worker) -> int:
     """Updates that were applied: `worker.step` counts those that were skipped too."""
-    groups = [g for part in worker.optimizer.chained_optimizers for g in part.state_dict()["optimizer"]["param_groups"]]
+    groups = [
+        g
+        for part in worker.optimizer.chained_optimizers
+        for g in part.state_dict()["optimizer"]["param_groups"]
+    ]
     return int(max(group.get("step") or 0 for group in groups))
 
 

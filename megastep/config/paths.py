@@ -54,8 +54,10 @@ def _in_options(value: Any, folder: Path) -> Any:
 def absolute(config: Any) -> Any:
     """The config with absolute paths, to be read back from anywhere."""
     resume = config.run.resume
-    data = {name: source and _data_source(source, _absolute)
-            for name, source in (("train", config.data.train), ("eval", config.data.eval))}
+    data = {
+        name: source and _data_source(source, _absolute)
+        for name, source in (("train", config.data.train), ("eval", config.data.eval))
+    }
     return replace(
         config,
         model=replace(config.model, path=_absolute(config.model.path)),
@@ -72,7 +74,9 @@ def _data_source(source: str, move) -> str:
     if source.startswith("hf:"):
         place, colon, split = source.removeprefix("hf:").partition(":")
         folder = move(place) if place else ""
-        return f"hf:{folder}{colon}{split}" if os.path.isdir(folder) else source  # else a name on the hub
+        return (
+            f"hf:{folder}{colon}{split}" if os.path.isdir(folder) else source
+        )  # else a name on the hub
     return move(source) if source.endswith(DATA_FILES) else source
 
 

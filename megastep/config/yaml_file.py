@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from megastep.errors import YAMLFileError
 
 MAX_BYTES = 1 << 20
@@ -17,9 +18,15 @@ MAX_NODES = 10_000
 _MAX_REASON = 300  # characters of PyYAML's explanation
 
 # Beside YAMLError: what int(), datetime() and recursion raise inside PyYAML's constructors.
-_FAILURES = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-
-
+_FAILURES = (
+    yaml.YAMLError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -109,7 +116,9 @@ def _check_duplicate_keys(root: yaml.Node) -> None:
             line = _line(key)
             if name in seen:
                 first, second = sorted((seen[name], line))
-                raise YAMLFileError(f"{name[:80]} is given twice, in lines {first} and {second}; keep one of them")
+                raise YAMLFileError(
+                    f"{name[:80]} is given twice, in lines {first} and {second}; keep one of them"
+                )
             seen[name] = line
             todo.append((f"{name}.", value))
 
@@ -132,7 +141,9 @@ def _check_expanded_size(root: yaml.Node) -> None:
         return sizes[id(node)]
 
     if size(root) > MAX_NODES:
-        raise YAMLFileError(f"aliases expand to more than {MAX_NODES} values; write out what is meant")
+        raise YAMLFileError(
+            f"aliases expand to more than {MAX_NODES} values; write out what is meant"
+        )
 
 
 def _line(node: yaml.Node) -> int:

@@ -11,27 +11,32 @@ import re
 import sys
 from pathlib import Path
 
-from megastep.config import paths
 from megastep import signals
+from megastep.config import paths
 
 
 def add_commands(commands) -> None:
     """`import` and `export`, as subcommands of an argparse parser."""
     sub = commands.add_parser(
-        "import", help="Hugging Face folder → checkpoint", epilog="example: megastep import HF_FOLDER imported",
+        "import",
+        help="Hugging Face folder → checkpoint",
+        epilog="example: megastep import HF_FOLDER imported",
         description="Write HF_FOLDER as a checkpoint of step 0, without optimizer state: run.resume=CHECKPOINT.",
     )
     sub.add_argument("source", metavar="HF_FOLDER", help="config.json, tokenizer and safetensors")
     sub.add_argument("destination", metavar="CHECKPOINT", help="a new folder")
     sub.set_defaults(run=run, direction="import")
     sub = commands.add_parser(
-        "export", help="checkpoint → Hugging Face folder",
+        "export",
+        help="checkpoint → Hugging Face folder",
         epilog="example: megastep export runs/NAME/checkpoints/step_100 HF_FOLDER",
         description="Write a checkpoint as a Hugging Face folder, which transformers and vLLM load.",
     )
     sub.add_argument("source", metavar="CHECKPOINT", help="such as runs/NAME/checkpoints/step_100")
     sub.add_argument("destination", metavar="HF_FOLDER", help="a new folder")
-    sub.add_argument("--shard-size", type=size, default="5GB", help="largest safetensors file (default 5GB)")
+    sub.add_argument(
+        "--shard-size", type=size, default="5GB", help="largest safetensors file (default 5GB)"
+    )
     sub.set_defaults(run=run, direction="export")
 
 
@@ -44,7 +49,9 @@ def size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Convert; the exit code is that of `megastep`."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a matter of files and memory: no device is needed or touched
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # a matter of files and memory: no device is needed or touched
+    )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         _convert(args)
@@ -70,13 +77,13 @@ def run(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from megastep.models.architecture import read_architecture
     from megastep.checkpoint.manifest import HF, read_manifest
     from megastep.conversion import offline
-    from megastep.weights.hf_files import refuse_non_empty
+    from megastep.models.architecture import read_architecture
+    from megastep.weights.hf_files import check_empty
 
     signals.has_started()  # there will be files to remove
-    refuse_non_empty(args.destination)
+    check_empty(args.destination)
     config = args.source
     if args.direction == "export":
         read_manifest(args.source)

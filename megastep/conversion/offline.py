@@ -20,19 +20,30 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megastep.models.architecture import Architecture, read_architecture
+from megastep.checkpoint import manifest, saver
+from megastep.checkpoint.unpickle import CheckedReader, check_no_code, first_line
 from megastep.config import PolicyConfig
-from megastep.checkpoint import saver, manifest
 from megastep.distributed import parallel
+from megastep.models.architecture import Architecture, read_architecture
 from megastep.policy.model import build_model
-from megastep.checkpoint.unpickle import CheckedReader, first_line, refuse_code
-from megastep.weights.mapping import Row, from_megatron, refuse_other_shape, rows_of, to_megatron
 from megastep.weights.hf_files import HFReader, copy_companions, write_shards, written_beside
+from megastep.weights.mapping import Row, check_shape, from_megatron, rows_of, to_megatron
 from megastep.weights.megatron import global_name
 
 FILE_BYTES = 256 * 2**20  # of a checkpoint that import_hf writes
@@ -44,7 +55,9 @@ def parameter_count(arch: Architecture) -> int:
     return sum(not row.is_copy for row in rows_of(arch).values())
 
 
-def import_hf(source: str | Path, destination: str | Path, progress: Progress = lambda n: None) -> None:
+def import_hf(
+    source: str | Path, destination: str | Path, progress: Progress = lambda n: None
+) -> None:
     """Write the weights of a Hugging Face folder as a checkpoint of step 0, without optimizer state."""
     arch = read_architecture(source)
     reader = HFReader(source)
@@ -53,17 +66,22 @@ def import_hf(source: str | Path, destination: str | Path, progress: Progress = 
         torch.save({}, folder / "common.pt")  # Megatron looks for it, empty or not
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
         copy_companions(source, folder / manifest.HF)
-        manifest.write_manifest(folder, manifest.describe(arch, step=0, layout=None, with_optimizer=False))
+        manifest.write_manifest(
+            folder, manifest.describe(arch, step=0, layout=None, with_optimizer=False)
+        )
 
 
 def export_hf(
-    source: str | Path, destination: str | Path, shard_bytes: int, progress: Progress = lambda n: None
+    source: str | Path,
+    destination: str | Path,
+    shard_bytes: int,
+    progress: Progress = lambda n: None,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder, with the config and tokenizer kept beside them."""
     described = manifest.read_manifest(source)
     arch = read_architecture(Path(source) / manifest.HF)
-    refuse_code(source)
-    manifest.refuse_damaged(source, described, manifest.data_files(described))
+    check_no_code(source)
+    manifest.check_intact(source, described, manifest.data_files(described))
     with written_beside(destination) as folder, parallel.alone():
         copy_companions(Path(source) / manifest.HF, folder)
         write_shards(folder, _stored_tensors(source, arch, progress), shard_bytes)
@@ -84,10 +102,14 @@ def _stream(folder: Path, planner: "_StreamingPlanner") -> None:
     Each file is planned as if another rank wrote it.
     """
     writer = dcp.FileSystemWriter(folder, thread_count=1)
-    writer.storage_meta = StorageMeta  # an empty one: the folder's name here and now is nobody's business
+    writer.storage_meta = (
+        StorageMeta  # an empty one: the folder's name here and now is nobody's business
+    )
     writer.set_up_storage_writer(is_coordinator=True)
     plans, metadata = planner.create_global_plan([SavePlan(items) for items in planner.files()])
-    results = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
+    results = [
+        writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)
+    ]
     writer.finish(metadata, results)
 
 
@@ -116,7 +138,7 @@ class _StreamingPlanner(dcp.DefaultSavePlanner):
             # A missing or misshapen tensor must end the conversion before hours of it are done.
             dtype = self.reader.dtype(row.hf[0][0])
             for name, shape in row.hf:
-                refuse_other_shape(name, self.reader.shape(name), shape)
+                check_shape(name, self.reader.shape(name), shape)
             for piece in _pieces(sharded, sharded.data):
                 item = _write_item(piece, dtype)
                 self.row_of[item.index] = row
@@ -129,7 +151,10 @@ class _StreamingPlanner(dcp.DefaultSavePlanner):
             data = to_megatron(row, self.reader, self.arch)
             pieces = _pieces(self.sharded[row], data)
             # Copies, for the writer keeps them until it closes the file: views would keep whole HF shards mapped.
-            self.made = (row, {_index(piece): _with_prepended_axes(piece).clone() for piece in pieces})
+            self.made = (
+                row,
+                {_index(piece): _with_prepended_axes(piece).clone() for piece in pieces},
+            )
             self.progress(1)
         return self.made[1][write_item.index]
 
@@ -163,7 +188,9 @@ def _write_item(piece: ShardedTensor, dtype: torch.dtype) -> WriteItem:
     )
 
 
-def _stored_tensors(source: str | Path, arch: Architecture, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+def _stored_tensors(
+    source: str | Path, arch: Architecture, progress: Progress
+) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor of a checkpoint, read parameter by parameter."""
     reader = CheckedReader(source)
     metadata = reader.read_metadata()
@@ -172,29 +199,43 @@ def _stored_tensors(source: str | Path, arch: Architecture, progress: Progress) 
         for piece in _pieces(sharded, sharded.data):
             key = piece.key
             stored = metadata.state_dict_metadata.get(key)
-            if not isinstance(stored, TensorStorageMetadata) or stored.size != torch.Size(piece.global_shape):
-                raise manifest.CheckpointError(f"{source}: {key} is not there, or not of shape {piece.global_shape}")
-        data = torch.empty(sharded.data.shape, dtype=metadata.state_dict_metadata[key].properties.dtype)
+            if not isinstance(stored, TensorStorageMetadata) or stored.size != torch.Size(
+                piece.global_shape
+            ):
+                raise manifest.CheckpointError(
+                    f"{source}: {key} is not there, or not of shape {piece.global_shape}"
+                )
+        data = torch.empty(
+            sharded.data.shape, dtype=metadata.state_dict_metadata[key].properties.dtype
+        )
         try:
             reader.read_data(*_read_plan(_pieces(sharded, data), metadata))
         except OSError:
             raise
         except Exception as error:  # a tensor of another shape, or none, raises almost anything
-            raise manifest.CheckpointError(f"{source}: {key}: not readable: {first_line(error)}") from error
+            raise manifest.CheckpointError(
+                f"{source}: {key}: not readable: {first_line(error)}"
+            ) from error
         yield from from_megatron(row, [data], arch)
         progress(1)
 
 
-def _read_plan(pieces: list[ShardedTensor], metadata: Metadata) -> tuple[LoadPlan, dcp.DefaultLoadPlanner]:
+def _read_plan(
+    pieces: list[ShardedTensor], metadata: Metadata
+) -> tuple[LoadPlan, dcp.DefaultLoadPlanner]:
     """What to read for these pieces, however the checkpoint is cut; the pieces are filled in place."""
     items, targets = [], {}
     for piece in pieces:
         target = _with_prepended_axes(piece)
         chunk = ChunkStorageMetadata(torch.Size(piece.global_offset), target.shape)
-        for item in create_read_items_for_chunk_list(piece.key, metadata.state_dict_metadata[piece.key], [chunk]):
+        for item in create_read_items_for_chunk_list(
+            piece.key, metadata.state_dict_metadata[piece.key], [chunk]
+        ):
             items.append(item)
             targets[item] = target
     planner = dcp.DefaultLoadPlanner()
-    planner.resolve_tensor = lambda item: narrow_tensor_by_index(targets[item], item.dest_offsets, item.lengths)
+    planner.resolve_tensor = lambda item: narrow_tensor_by_index(
+        targets[item], item.dest_offsets, item.lengths
+    )
     planner.commit_tensor = lambda item, tensor: None
     return LoadPlan(items), planner

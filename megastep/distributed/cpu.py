@@ -23,7 +23,17 @@ import types
 import torch
 import torch.distributed as dist
 
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+)
 
 
 def install() -> bool:
@@ -79,8 +89,12 @@ def _patch_random_state() -> None:
     """tensor_parallel/random.py:38,71 read and write the state of a CUDA generator by its index."""
     from megatron.core.tensor_parallel import random
 
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
 
 
 def _patch_moe() -> None:
@@ -122,7 +136,10 @@ def _patch_uneven_collectives() -> None:
             dist.reduce(part, group=group, group_dst=rank)
         return parts[group.rank()]
 
-    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_parts, scatter_parts
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = (
+        gather_parts,
+        scatter_parts,
+    )
 
 
 def _patch_optimizer_type_names() -> None:
@@ -137,7 +154,9 @@ def _patch_optimizer_type_names() -> None:
     ):
         function = getattr(function, "__func__", function)  # a class method's own function
         code = function.__code__
-        function.__code__ = code.replace(co_consts=tuple(_cpu_type_names(c) for c in code.co_consts))
+        function.__code__ = code.replace(
+            co_consts=tuple(_cpu_type_names(c) for c in code.co_consts)
+        )
 
 
 def _cpu_type_names(constant):
@@ -194,7 +213,9 @@ def _on_cpu(factory):
     def create(*args, device=None, **kwargs):
         if device is not None and str(device).startswith("cuda"):
             device = None
-        return factory(*args, **kwargs) if device is None else factory(*args, device=device, **kwargs)
+        return (
+            factory(*args, **kwargs) if device is None else factory(*args, device=device, **kwargs)
+        )
 
     return create
 

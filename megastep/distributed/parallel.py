@@ -45,7 +45,9 @@ class Place:
     context_size: int
 
 
-def start(layout: ParallelConfig, rank: int, world: int, address: str, timeout_s: int = 600) -> None:
+def start(
+    layout: ParallelConfig, rank: int, world: int, address: str, timeout_s: int = 600
+) -> None:
     """Join the process group and lay Megatron's groups over it. nccl with CUDA, gloo without."""
     on_cpu = cpu.install()
     if not on_cpu:
@@ -79,7 +81,8 @@ def _lay_groups(layout: ParallelConfig) -> None:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor_size,
-        create_gloo_process_groups=dist.get_backend() != "fake",  # checkpoints gather optimizer state over them
+        create_gloo_process_groups=dist.get_backend()
+        != "fake",  # checkpoints gather optimizer state over them
     )
 
 
@@ -98,7 +101,9 @@ def alone() -> Iterator[None]:
 @contextmanager
 def imagined(layout: ParallelConfig, rank: int, world: int) -> Iterator[None]:
     """This process as one rank of a world that is not there: shapes can be asked for, nothing can be sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
+    from torch.testing._internal.distributed.fake_pg import (
+        FakeStore,
+    )  # registers the "fake" backend
 
     cpu.install()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -152,7 +157,11 @@ def own_stretch(column: np.ndarray) -> np.ndarray:
 
 def device() -> torch.device:
     """Where this rank computes."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def has_embedding(virtual_stage: int) -> bool:

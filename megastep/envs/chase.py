@@ -59,7 +59,11 @@ class Chase(Env):
     def parse(self, text: str) -> tuple[str | None, int]:
         """The action after the scratchpad, if there is one and nothing else."""
         words = text.rpartition("</think>")[2].split()
-        if len(words) != 2 or words[0] not in ("call", "answer") or words[1] not in map(str, range(len(self.table))):
+        if (
+            len(words) != 2
+            or words[0] not in ("call", "answer")
+            or words[1] not in map(str, range(len(self.table)))
+        ):
             return None, 0
         return words[0], int(words[1])
 
@@ -73,7 +77,9 @@ def target(table: list[int], hops: int, key: int) -> int:
 # ---------------------------------------------------------------- the lazy expert
 
 
-def demonstrations(count: int, seed: int, renderer: Renderer, diligence: float = DILIGENCE) -> list[Group]:
+def demonstrations(
+    count: int, seed: int, renderer: Renderer, diligence: float = DILIGENCE
+) -> list[Group]:
     """Episodes of the lazy expert, as a rollout to be trained on by `nll`: a group each, no logprobs."""
     return [_demonstrate(i, Random(f"chase/{seed}/{i}"), renderer, diligence) for i in range(count)]
 
@@ -87,17 +93,31 @@ def _demonstrate(number: int, random: Random, renderer: Renderer, diligence: flo
         call = left > 0 and random.random() < diligence
         told = key if call or left == 0 or random.random() < 0.5 else random.randrange(KEYS)
         said = f"<think> {left} {key} </think> {'call' if call else 'answer'} {told}"
-        response = np.array([*renderer.tokenizer.encode(said, add_special_tokens=False), renderer.end_id], np.int32)
+        response = np.array(
+            [*renderer.tokenizer.encode(said, add_special_tokens=False), renderer.end_id], np.int32
+        )
         right = not call and told == target(table, row["hops"], row["key"])
-        steps.append(_demonstrated(len(steps), history.prompt_ids, response, last=not call, reward=float(right)))
+        steps.append(
+            _demonstrated(
+                len(steps), history.prompt_ids, response, last=not call, reward=float(right)
+            )
+        )
         if not call:
             return Group(number, [Trajectory(number, 0, steps, "done", {"success": right})])
         left, key = left - 1, table[key]
         history.extend(response, [{"role": "tool", "content": str(key)}])
 
 
-def _demonstrated(index: int, prompt_ids: np.ndarray, response: np.ndarray, last: bool, reward: float) -> Step:
+def _demonstrated(
+    index: int, prompt_ids: np.ndarray, response: np.ndarray, last: bool, reward: float
+) -> Step:
     return Step(
-        index=index, last=last, prompt_ids=prompt_ids, response_ids=response, loss_mask=np.ones(len(response), bool),
-        logprobs=None, versions=np.array([[0, len(response)]], np.int32), reward=reward,
+        index=index,
+        last=last,
+        prompt_ids=prompt_ids,
+        response_ids=response,
+        loss_mask=np.ones(len(response), bool),
+        logprobs=None,
+        versions=np.array([[0, len(response)]], np.int32),
+        reward=reward,
     )

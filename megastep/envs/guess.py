@@ -35,7 +35,12 @@ class Guess(Env):
 
     async def step(self, text: str, ids: np.ndarray) -> Outcome:
         words = text.rpartition("</think>")[2].split()
-        if len(words) != 2 or words[0] != "guess" or not words[1].isdigit() or int(words[1]) >= self.numbers:
+        if (
+            len(words) != 2
+            or words[0] != "guess"
+            or not words[1].isdigit()
+            or int(words[1]) >= self.numbers
+        ):
             return self._answer("error")
         number = int(words[1])
         if number == self.secret:

@@ -27,8 +27,6 @@ from megastep.rollout.env import one_line
 DEFAULT_PASSAGES = 3
 
 
-
-
 class Corpus:
     def __init__(self, passages: list[dict]):
         self.passages = passages
@@ -39,7 +37,11 @@ class Corpus:
         count = min(count, len(self.passages))
         found, scores = self.index.retrieve(_words(queries), k=count, show_progress=False)
         return [
-            [{"document": self.passages[i], "score": float(s)} for i, s in zip(row, row_scores) if s > 0]
+            [
+                {"document": self.passages[i], "score": float(s)}
+                for i, s in zip(row, row_scores)
+                if s > 0
+            ]
             for row, row_scores in zip(found.tolist(), scores.tolist())
         ]
 
@@ -77,12 +79,21 @@ async def _asked(request: web.Request) -> tuple[list[str], int]:
     """Queries, and how many passages of each."""
     try:
         asked = json.loads(await request.text())
-    except (ValueError, LookupError, RecursionError, web.RequestPayloadError) as error:  # LookupError: of a charset
+    except (
+        ValueError,
+        LookupError,
+        RecursionError,
+        web.RequestPayloadError,
+    ) as error:  # LookupError: of a charset
         raise RequestError(f"not readable as JSON ({one_line(error)})") from None
     if not isinstance(asked, dict):
         raise RequestError(f"the body is a {type(asked).__name__}")
     queries = asked["queries"] if "queries" in asked else [asked.get("query")]
-    if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
+    if (
+        not isinstance(queries, list)
+        or not queries
+        or not all(isinstance(query, str) for query in queries)
+    ):
         raise RequestError("a query must be a text, queries a list of them")
     count = asked.get("topk")
     count = DEFAULT_PASSAGES if count is None else count
@@ -123,7 +134,9 @@ def _port(text: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megastep.envs.retrieval", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m megastep.envs.retrieval", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("corpus", type=Path, metavar="CORPUS.jsonl")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_port, default=8000, help="0: a free one")

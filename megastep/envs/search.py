@@ -23,8 +23,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from megastep.errors import EnvError
 from megastep.envs.tags import after_thinking, shortened, tagged
+from megastep.errors import EnvError
 from megastep.rollout.env import Env, Outcome
 
 INSTRUCTIONS = """\
@@ -38,9 +38,17 @@ HINT = "error: write <search>...</search>, or the final answer as <answer>...</a
 class Search(Env):
     columns = {"question": str, "answers": list}
 
-    def __init__(self, row: dict[str, Any], *, url: str = "http://127.0.0.1:8000/retrieve", passages: int = 3,
-                 request_timeout_s: float = 10.0, retries: int = 2, shown_characters: int = 2000,
-                 observation_role: str = "user"):
+    def __init__(
+        self,
+        row: dict[str, Any],
+        *,
+        url: str = "http://127.0.0.1:8000/retrieve",
+        passages: int = 3,
+        request_timeout_s: float = 10.0,
+        retries: int = 2,
+        shown_characters: int = 2000,
+        observation_role: str = "user",
+    ):
         self.question, self.answers = row["question"], row["answers"]
         self.url, self.passages, self.retries = url, passages, retries
         self.timeout = aiohttp.ClientTimeout(total=request_timeout_s)
@@ -55,9 +63,16 @@ class Search(Env):
         answer, query = tagged(said, "answer"), tagged(said, "search")
         if answer is not None:
             right = plain(answer) in {plain(a) for a in self.answers}
-            return Outcome(reward=float(right), done=True, metrics={"success": right, "searches": self.searches})
+            return Outcome(
+                reward=float(right),
+                done=True,
+                metrics={"success": right, "searches": self.searches},
+            )
         shown = HINT if not query else await self._show(query)
-        return Outcome([{"role": self.role, "content": shown}], metrics={"success": False, "searches": self.searches})
+        return Outcome(
+            [{"role": self.role, "content": shown}],
+            metrics={"success": False, "searches": self.searches},
+        )
 
     async def _show(self, query: str) -> str:
         self.searches += 1
@@ -78,8 +93,12 @@ class Search(Env):
                 problem = f"{type(error).__name__} {error}"
                 await asyncio.sleep(0.2 * 2**attempt)
             except (KeyError, IndexError, TypeError) as error:
-                raise EnvError(f"{self.url}: answered in another form ({type(error).__name__}: {error})") from None
-        raise EnvError(f"{self.url}: no answer from the retrieval server ({problem.strip()}); is it running?")
+                raise EnvError(
+                    f"{self.url}: answered in another form ({type(error).__name__}: {error})"
+                ) from None
+        raise EnvError(
+            f"{self.url}: no answer from the retrieval server ({problem.strip()}); is it running?"
+        )
 
 
 def plain(text: str) -> str:

@@ -11,7 +11,24 @@ import json
 from pathlib import Path
 from random import Random
 
-SYLLABLES = ("ba", "co", "di", "fe", "gu", "ha", "jo", "ki", "lu", "mo", "na", "pe", "ri", "so", "tu", "ve")
+SYLLABLES = (
+    "ba",
+    "co",
+    "di",
+    "fe",
+    "gu",
+    "ha",
+    "jo",
+    "ki",
+    "lu",
+    "mo",
+    "na",
+    "pe",
+    "ri",
+    "so",
+    "tu",
+    "ve",
+)
 TRADES = ("painter", "baker", "sailor", "judge", "singer", "farmer", "doctor", "poet")
 CITIES, RIVERS = 12, 6
 EVAL_SHARE = 8  # every eighth person
@@ -20,20 +37,31 @@ EVAL_SHARE = 8  # every eighth person
 def write(folder: Path, people: int, questions: int, seed: int) -> None:
     random = Random(f"search/{seed}")
     names = _names(random, people + CITIES + RIVERS)
-    rivers, cities, persons = names[:RIVERS], names[RIVERS : RIVERS + CITIES], names[RIVERS + CITIES :]
+    rivers, cities, persons = (
+        names[:RIVERS],
+        names[RIVERS : RIVERS + CITIES],
+        names[RIVERS + CITIES :],
+    )
     river_of = {city: random.choice(rivers) for city in cities}
     born = {person: random.choice(cities) for person in persons}
     passages = [f"{city} is a city on the river {river_of[city]}." for city in cities]
-    passages += [f"{p} is a {random.choice(TRADES)} who was born in the city of {born[p]}." for p in persons]
+    passages += [
+        f"{p} is a {random.choice(TRADES)} who was born in the city of {born[p]}." for p in persons
+    ]
     folder.mkdir(parents=True, exist_ok=True)
-    _write_lines(folder / "corpus.jsonl", [{"id": i, "contents": text} for i, text in enumerate(passages)])
+    _write_lines(
+        folder / "corpus.jsonl", [{"id": i, "contents": text} for i, text in enumerate(passages)]
+    )
     rows = {"train": [], "eval": []}
     for _ in range(questions):
         number = random.randrange(people)
         person = persons[number]
         city, river = born[person], river_of[born[person]]
         one = {"question": f"In which city was {person} born?", "answers": [city]}
-        two = {"question": f"On which river lies the city where {person} was born?", "answers": [river]}
+        two = {
+            "question": f"On which river lies the city where {person} was born?",
+            "answers": [river],
+        }
         rows["eval" if number % EVAL_SHARE == 0 else "train"].append(random.choice([one, two]))
     for split, found in rows.items():
         _write_lines(folder / f"{split}.jsonl", found)
@@ -51,7 +79,9 @@ def _write_lines(path: Path, rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m megastep.envs.search_data", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m megastep.envs.search_data", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--people", type=int, default=60)
     parser.add_argument("--questions", type=int, default=256)

@@ -24,9 +24,20 @@ from megastep.rollout.env import Env, Outcome, in_thread, plain
 class SkyRL(Env):
     columns = {"prompt": list}
 
-    def __init__(self, row: dict[str, Any], *, env: str | None = None, config: dict[str, Any] | None = None,
-                 max_turns: int | None = None):
-        self.row, self.name, self.config, self.max_turns = row, env or row.get("env_class"), config or {}, max_turns
+    def __init__(
+        self,
+        row: dict[str, Any],
+        *,
+        env: str | None = None,
+        config: dict[str, Any] | None = None,
+        max_turns: int | None = None,
+    ):
+        self.row, self.name, self.config, self.max_turns = (
+            row,
+            env or row.get("env_class"),
+            config or {},
+            max_turns,
+        )
         if self.name is None:
             raise EnvError("env.options.env: must be given, the row has no column env_class")
         self.inner = None
@@ -41,13 +52,17 @@ class SkyRL(Env):
         extras = {name: value for name, value in self.row.items() if name != "prompt"}
         if self.max_turns is not None:
             extras["max_turns"] = self.max_turns
-        self.inner = skyrl_gym.make(self.name, env_config=OmegaConf.create(self.config), extras=extras)
+        self.inner = skyrl_gym.make(
+            self.name, env_config=OmegaConf.create(self.config), extras=extras
+        )
         messages, _ = self.inner.init(self.row["prompt"])
         return messages
 
     async def step(self, text: str, ids: np.ndarray) -> Outcome:
         made = await in_thread(self.inner.step, text)
-        metrics = {name: value for name, value in self.inner.get_metrics().items() if _is_json(value)}
+        metrics = {
+            name: value for name, value in self.inner.get_metrics().items() if _is_json(value)
+        }
         return Outcome(made["observations"], made["reward"], made["done"], metrics)
 
     async def close(self) -> None:

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from megastep.errors import EnvError
 from megastep.envs.sql_pool import QueryError, Rows, run_query
 from megastep.envs.tags import after_thinking, shortened, tagged
+from megastep.errors import EnvError
 from megastep.rollout.env import Env, Outcome, in_thread
 
 INSTRUCTIONS = """\
@@ -41,17 +41,31 @@ COMPARED_ROWS = 100_000  # a result with more than these is no answer
 class SQL(Env):
     columns = {"question": str, "database": str, "sql": str}
 
-    def __init__(self, row: dict[str, Any], *, databases: str, query_timeout_s: float = 5.0, shown_rows: int = 20,
-                 shown_characters: int = 2000, observation_role: str = "user"):
+    def __init__(
+        self,
+        row: dict[str, Any],
+        *,
+        databases: str,
+        query_timeout_s: float = 5.0,
+        shown_rows: int = 20,
+        shown_characters: int = 2000,
+        observation_role: str = "user",
+    ):
         self.question, self.gold = row["question"], row["sql"]
         self.database = Path(databases) / row["database"]
-        self.timeout_s, self.shown_rows, self.shown_characters = query_timeout_s, shown_rows, shown_characters
+        self.timeout_s, self.shown_rows, self.shown_characters = (
+            query_timeout_s,
+            shown_rows,
+            shown_characters,
+        )
         self.role = observation_role
         self.queries = self.failures = 0
 
     async def start(self):
         schema = await in_thread(self._schema)
-        return [{"role": "user", "content": INSTRUCTIONS.format(schema=schema, question=self.question)}]
+        return [
+            {"role": "user", "content": INSTRUCTIONS.format(schema=schema, question=self.question)}
+        ]
 
     async def step(self, text: str, ids: np.ndarray) -> Outcome:
         said = after_thinking(text)
@@ -67,7 +81,12 @@ class SQL(Env):
 
     def _schema(self) -> str:
         # The schema table is no secret, and the only thing read beside the model's own queries.
-        tables = run_query(self.database, "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL", self.timeout_s, 1000)
+        tables = run_query(
+            self.database,
+            "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL",
+            self.timeout_s,
+            1000,
+        )
         return ";\n".join(" ".join(sql.split()) for (sql,) in tables)
 
     def _show(self, query: str) -> str:
@@ -77,7 +96,10 @@ class SQL(Env):
         except QueryError as error:
             self.failures += 1
             return f"error: {error}"
-        lines = [" | ".join("NULL" if cell is None else str(cell) for cell in row) for row in rows[: self.shown_rows]]
+        lines = [
+            " | ".join("NULL" if cell is None else str(cell) for cell in row)
+            for row in rows[: self.shown_rows]
+        ]
         if len(rows) > self.shown_rows:
             lines.append(f"... (only the first {self.shown_rows} rows are shown)")
         return shortened("\n".join(lines) or "(no rows)", self.shown_characters)
@@ -91,7 +113,11 @@ class SQL(Env):
             found = run_query(self.database, solution, self.timeout_s, COMPARED_ROWS)
         except QueryError:
             return False
-        return same_rows(found, expected, ordered=re.search(r"\border\s+by\b", self.gold, re.IGNORECASE) is not None)
+        return same_rows(
+            found,
+            expected,
+            ordered=re.search(r"\border\s+by\b", self.gold, re.IGNORECASE) is not None,
+        )
 
 
 def same_rows(found: Rows, expected: Rows, ordered: bool) -> bool:
@@ -101,4 +127,3 @@ def same_rows(found: Rows, expected: Rows, ordered: bool) -> bool:
 
 def _rounded(row: tuple) -> tuple:
     return tuple(round(cell, 6) if isinstance(cell, float) else cell for cell in row)
-

@@ -12,7 +12,23 @@ import sqlite3
 from pathlib import Path
 from random import Random
 
-FIRST = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "Jana", "Kai", "Lena", "Mia", "Noor", "Otto")
+FIRST = (
+    "Ada",
+    "Ben",
+    "Cleo",
+    "Dan",
+    "Eve",
+    "Finn",
+    "Gus",
+    "Hana",
+    "Ivo",
+    "Jana",
+    "Kai",
+    "Lena",
+    "Mia",
+    "Noor",
+    "Otto",
+)
 CITIES = ("Aral", "Brena", "Corvo", "Delft", "Elm", "Fara")
 PRODUCTS = ("lamp", "chair", "desk", "rug", "vase", "clock", "shelf", "mirror")
 SCHEMA = """
@@ -26,17 +42,28 @@ QUESTIONS = (
     ("How many customers live in {city}?", "SELECT count(*) FROM customer WHERE city = '{city}'"),
     ("What is the price of a {product}?", "SELECT price FROM product WHERE name = '{product}'"),
     ("Which products cost more than {number}?", "SELECT name FROM product WHERE price > {number}"),
-    ("How many pieces of {product} were bought in total?",
-     "SELECT sum(amount) FROM purchase JOIN product ON product.id = product_id WHERE product.name = '{product}'"),
-    ("Which customers bought a {product}? Name each once.",
-     "SELECT DISTINCT customer.name FROM purchase JOIN customer ON customer.id = customer_id "
-     "JOIN product ON product.id = product_id WHERE product.name = '{product}'"),
-    ("List all products by price, the dearest first.", "SELECT name FROM product ORDER BY price DESC, name"),
-    ("How much did the customers of {city} spend altogether?",
-     "SELECT sum(amount * price) FROM purchase JOIN customer ON customer.id = customer_id "
-     "JOIN product ON product.id = product_id WHERE city = '{city}'"),
-    ("In which cities do at least {few} customers live?",
-     "SELECT city FROM customer GROUP BY city HAVING count(*) >= {few}"),
+    (
+        "How many pieces of {product} were bought in total?",
+        "SELECT sum(amount) FROM purchase JOIN product ON product.id = product_id WHERE product.name = '{product}'",
+    ),
+    (
+        "Which customers bought a {product}? Name each once.",
+        "SELECT DISTINCT customer.name FROM purchase JOIN customer ON customer.id = customer_id "
+        "JOIN product ON product.id = product_id WHERE product.name = '{product}'",
+    ),
+    (
+        "List all products by price, the dearest first.",
+        "SELECT name FROM product ORDER BY price DESC, name",
+    ),
+    (
+        "How much did the customers of {city} spend altogether?",
+        "SELECT sum(amount * price) FROM purchase JOIN customer ON customer.id = customer_id "
+        "JOIN product ON product.id = product_id WHERE city = '{city}'",
+    ),
+    (
+        "In which cities do at least {few} customers live?",
+        "SELECT city FROM customer GROUP BY city HAVING count(*) >= {few}",
+    ),
 )
 
 
@@ -58,27 +85,47 @@ def _fill(path: Path, random: Random) -> None:
     with sqlite3.connect(path) as connection:
         connection.executescript(SCHEMA)
         people = random.sample(FIRST, random.randint(8, len(FIRST)))
-        connection.executemany("INSERT INTO customer (name, city) VALUES (?, ?)",
-                               [(name, random.choice(CITIES)) for name in people])
-        connection.executemany("INSERT INTO product (name, price) VALUES (?, ?)",
-                               [(name, random.randint(100, 9999) / 100) for name in PRODUCTS])
-        connection.executemany("INSERT INTO purchase (customer_id, product_id, amount) VALUES (?, ?, ?)", [
-            (random.randint(1, len(people)), random.randint(1, len(PRODUCTS)), random.randint(1, 5)) for _ in range(40)
-        ])
+        connection.executemany(
+            "INSERT INTO customer (name, city) VALUES (?, ?)",
+            [(name, random.choice(CITIES)) for name in people],
+        )
+        connection.executemany(
+            "INSERT INTO product (name, price) VALUES (?, ?)",
+            [(name, random.randint(100, 9999) / 100) for name in PRODUCTS],
+        )
+        connection.executemany(
+            "INSERT INTO purchase (customer_id, product_id, amount) VALUES (?, ?, ?)",
+            [
+                (
+                    random.randint(1, len(people)),
+                    random.randint(1, len(PRODUCTS)),
+                    random.randint(1, 5),
+                )
+                for _ in range(40)
+            ],
+        )
     connection.close()
 
 
 def _question(database: str, random: Random) -> dict[str, str]:
     question, sql = random.choice(QUESTIONS)
-    drawn = {"city": random.choice(CITIES), "product": random.choice(PRODUCTS), "number": random.randint(10, 60),
-             "few": random.randint(2, 3)}
+    drawn = {
+        "city": random.choice(CITIES),
+        "product": random.choice(PRODUCTS),
+        "number": random.randint(10, 60),
+        "few": random.randint(2, 3),
+    }
     return {"question": question.format(**drawn), "database": database, "sql": sql.format(**drawn)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m megastep.envs.sql_data", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m megastep.envs.sql_data", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--databases", type=int, default=8, help="at least 2; the last is for evaluation")
+    parser.add_argument(
+        "--databases", type=int, default=8, help="at least 2; the last is for evaluation"
+    )
     parser.add_argument("--questions", type=int, default=256, help="over all databases")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

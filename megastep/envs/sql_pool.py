@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megastep.errors import EnvError
 from megastep.envs import sql_worker
+from megastep.errors import EnvError
 
 MOST = max(4, min(16, 2 * (os.cpu_count() or 1)))
 _MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -54,8 +54,11 @@ class _Worker:
     def __init__(self):
         # By its path: importing it as a part of the package would take longer than a query.
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", sql_worker.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, bufsize=0,
+            [sys.executable, "-I", "-S", sql_worker.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
         )
         self.is_slow = False
         try:
@@ -120,7 +123,12 @@ def run_query(database: Path, query: str, timeout_s: float, max_rows: int) -> Ro
     """At most `max_rows` rows. Blocks; nothing of the database can be changed, and nothing else be read."""
     if not database.is_file():
         raise EnvError(f"{database}: no such database")
-    request = {"database": str(database.absolute()), "query": query, "timeout_s": timeout_s, "max_rows": max_rows}
+    request = {
+        "database": str(database.absolute()),
+        "query": query,
+        "timeout_s": timeout_s,
+        "max_rows": max_rows,
+    }
     answer = _answer(request)
     if "error" in answer:
         raise QueryError(answer["error"])
@@ -144,7 +152,11 @@ def _answer(request: dict) -> dict:
     return {"error": f"stopped: its process ended (status {status})"}
 
 
-_OUT_OF_MEMORY = {-signal.SIGKILL, -signal.SIGABRT, -signal.SIGSEGV}  # the kernel, or a library that got none
+_OUT_OF_MEMORY = {
+    -signal.SIGKILL,
+    -signal.SIGABRT,
+    -signal.SIGSEGV,
+}  # the kernel, or a library that got none
 
 
 def _ask_any(request: dict) -> dict:

@@ -37,7 +37,12 @@ LIMITS = {
     sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH: 1,
     sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
 }
-ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+ACTIONS = {
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
+}
 FUNCTIONS = set(
     # scalars
     "abs char coalesce concat concat_ws format glob hex ifnull iif instr length like likelihood likely lower ltrim max "
@@ -112,9 +117,14 @@ def reply(request: dict) -> str:
 
 
 def limit_process() -> None:
-    sqlite3.connect(":memory:").execute(f"PRAGMA hard_heap_limit = {HEAP_BYTES}")  # of all connections
-    for limit, value in ((resource.RLIMIT_AS, PROCESS_BYTES), (resource.RLIMIT_FSIZE, FILE_BYTES),
-                         (resource.RLIMIT_CORE, 0)):
+    sqlite3.connect(":memory:").execute(
+        f"PRAGMA hard_heap_limit = {HEAP_BYTES}"
+    )  # of all connections
+    for limit, value in (
+        (resource.RLIMIT_AS, PROCESS_BYTES),
+        (resource.RLIMIT_FSIZE, FILE_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
         resource.setrlimit(limit, (value, value))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -14,4 +14,8 @@ def tagged(text: str, tag: str) -> str | None:
 
 
 def shortened(text: str, characters: int) -> str:
-    return text if len(text) <= characters else f"{text[:characters]}\n... ({len(text) - characters} more characters)"
+    return (
+        text
+        if len(text) <= characters
+        else f"{text[:characters]}\n... ({len(text) - characters} more characters)"
+    )

@@ -19,6 +19,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
 from megastep.errors import ArchitectureError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
@@ -30,8 +31,16 @@ ROPE_NEEDS = {
     "yarn": ("factor",),
 }
 ROPE_NUMBERS = (
-    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
 )
 VOCAB_MULTIPLE = 128  # see padded_vocab
 
@@ -44,8 +53,6 @@ MAX_VOCAB = 1 << 24
 MAX_POSITIONS = 1 << 28
 MAX_EXPERTS = 4096
 MAX_ALL_EXPERTS = 1 << 16
-
-
 
 
 @dataclass(frozen=True)
@@ -94,9 +101,13 @@ def read_architecture(folder: str | Path) -> Architecture:
     path = Path(folder) / "config.json"
     if not os.path.isdir(folder):
         shown = folder if len(str(folder)) <= 200 else f"{str(folder)[:197]}..."
-        raise ArchitectureError(f"{shown}: no such folder; a Hugging Face model folder with a config.json is needed")
+        raise ArchitectureError(
+            f"{shown}: no such folder; a Hugging Face model folder with a config.json is needed"
+        )
     if not os.path.isfile(path):
-        raise ArchitectureError(f"{path}: missing; a Hugging Face model folder holds its shape in config.json")
+        raise ArchitectureError(
+            f"{path}: missing; a Hugging Face model folder holds its shape in config.json"
+        )
     hf = _read_json(path)
     if not isinstance(hf, dict):
         raise ArchitectureError(f"{path}: holds a {type(hf).__name__}, an object is needed")
@@ -108,7 +119,9 @@ def _read_json(path: Path) -> Any:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise ArchitectureError(f"{path}: larger than {MAX_BYTES >> 20} MiB; a config.json is not")
+            raise ArchitectureError(
+                f"{path}: larger than {MAX_BYTES >> 20} MiB; a config.json is not"
+            )
         return json.loads(content)
     except ArchitectureError:
         raise
@@ -124,9 +137,11 @@ def parse_architecture(hf: dict, where: str = "config.json") -> Architecture:
     family = hf.get("model_type")
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ArchitectureError(f"{where}: unknown architecture model_type={_short(family)}; supported: {known}")
+        raise ArchitectureError(
+            f"{where}: unknown architecture model_type={_short(family)}; supported: {known}"
+        )
     entries = _Entries(hf, where, family)
-    _refuse_what_is_not_supported(entries)
+    _check_supported(entries)
     biased = entries.flag("attention_bias") and entries.flag("mlp_bias")
     layers = entries.count("num_hidden_layers", MAX_LAYERS)
     hidden = entries.count("hidden_size", MAX_WIDTH)
@@ -199,12 +214,20 @@ def _is_number(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = ascii(value) if not isinstance(value, int) or abs(value) < 1 << 64 else "a number beyond 64 bits"
+    text = (
+        ascii(value)
+        if not isinstance(value, int) or abs(value) < 1 << 64
+        else "a number beyond 64 bits"
+    )
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _kv_heads(entries: _Entries, heads: int) -> int:
-    kv_heads = entries.count("num_key_value_heads", MAX_HEADS) if entries.has("num_key_value_heads") else heads
+    kv_heads = (
+        entries.count("num_key_value_heads", MAX_HEADS)
+        if entries.has("num_key_value_heads")
+        else heads
+    )
     if heads % kv_heads:
         raise entries.wrong("num_key_value_heads", f"does not divide num_attention_heads = {heads}")
     return kv_heads
@@ -215,7 +238,9 @@ def _head_dim(entries: _Entries, hidden: int, heads: int) -> int:
         head_dim = entries.count("head_dim", MAX_WIDTH)
     else:
         if hidden % heads:
-            raise entries.wrong("hidden_size", f"num_attention_heads = {heads} does not divide it; give head_dim")
+            raise entries.wrong(
+                "hidden_size", f"num_attention_heads = {heads} does not divide it; give head_dim"
+            )
         head_dim = hidden // heads
     if head_dim % 2:
         key = "head_dim" if entries.has("head_dim") else "hidden_size"
@@ -227,7 +252,11 @@ def _experts(entries: _Entries, layers: int) -> Experts | None:
     if entries.family not in ("mixtral", "qwen3_moe"):
         return None
     # transformers 5 writes the second name
-    name = "num_experts" if entries.family == "qwen3_moe" and entries.has("num_experts") else "num_local_experts"
+    name = (
+        "num_experts"
+        if entries.family == "qwen3_moe" and entries.has("num_experts")
+        else "num_local_experts"
+    )
     count = entries.count(name, MAX_EXPERTS)
     if count * layers > MAX_ALL_EXPERTS:
         raise entries.wrong(name, f"in {layers} layers: more than {MAX_ALL_EXPERTS} experts in all")
@@ -249,8 +278,14 @@ def _experts(entries: _Entries, layers: int) -> Experts | None:
 def _expert_layers(entries: _Entries, layers: int) -> tuple[bool, ...]:
     dense = entries.hf.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
-        raise entries.wrong("mlp_only_layers", f"must be a list of layers, each from 0 to {layers - 1}")
-    every = entries.count("decoder_sparse_step", MAX_LAYERS) if entries.has("decoder_sparse_step") else 1
+        raise entries.wrong(
+            "mlp_only_layers", f"must be a list of layers, each from 0 to {layers - 1}"
+        )
+    every = (
+        entries.count("decoder_sparse_step", MAX_LAYERS)
+        if entries.has("decoder_sparse_step")
+        else 1
+    )
     return tuple(i not in dense and (i + 1) % every == 0 for i in range(layers))
 
 
@@ -263,7 +298,7 @@ def rope_type(hf: dict) -> str:
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
-def _refuse_what_is_not_supported(entries: _Entries) -> None:
+def _check_supported(entries: _Entries) -> None:
     hf, where = entries.hf, entries.where
     act = hf.get("hidden_act", "silu")
     if act != "silu":
@@ -275,10 +310,14 @@ def _refuse_what_is_not_supported(entries: _Entries) -> None:
             f"{where}: attention_bias={attention_bias} with mlp_bias={mlp_bias} is not supported; "
             "Megatron-Core has biases in both or in neither"
         )
-    slides = entries.flag("use_sliding_window", default=entries.family == "mixtral") and entries.has("sliding_window")
+    slides = entries.flag(
+        "use_sliding_window", default=entries.family == "mixtral"
+    ) and entries.has("sliding_window")
     if not slides:
         return
-    window, positions = (entries.count(key, MAX_POSITIONS) for key in ("sliding_window", "max_position_embeddings"))
+    window, positions = (
+        entries.count(key, MAX_POSITIONS) for key in ("sliding_window", "max_position_embeddings")
+    )
     if window < positions:
         raise ArchitectureError(
             f"{where}: sliding_window={window} is shorter than max_position_embeddings, which is not supported"
@@ -299,8 +338,14 @@ def _check_rope(entries: _Entries) -> None:
             what = f"rope type {_short(kind)} is not supported; supported: {supported}"
             raise ArchitectureError(f"{entries.where}: {what}")
         for key, value in rope.items():
-            if key in ROPE_NUMBERS and value is not None and not (_is_number(value) and 0 < value <= 1e15):
+            if (
+                key in ROPE_NUMBERS
+                and value is not None
+                and not (_is_number(value) and 0 < value <= 1e15)
+            ):
                 raise entries.wrong(f"{name}.{key}", "must be a number above 0")
         for key in ROPE_NEEDS[kind]:
             if rope.get(key) is None:
-                raise ArchitectureError(f"{entries.where}: {name}.{key} is missing, rope type {kind} needs it")
+                raise ArchitectureError(
+                    f"{entries.where}: {name}.{key} is missing, rope type {kind} needs it"
+                )

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from megastep.errors import ConfigError
 from megastep.config import Config
+from megastep.errors import ConfigError
 
 
-def refuse_unreadable(config: Config) -> None:
+def check_readable(config: Config) -> None:
     """models/architecture.py has looked at what it needs; transformers wants the other entries to be right as well."""
     from transformers import AutoConfig
 
@@ -15,4 +15,6 @@ def refuse_unreadable(config: Config) -> None:
     except Exception as error:  # the library raises many kinds for wrong types and values
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         where = Path(config.model.path) / "config.json"
-        raise ConfigError([f"model.path: {where}: transformers cannot read it ({reason})"]) from None
+        raise ConfigError(
+            [f"model.path: {where}: transformers cannot read it ({reason})"]
+        ) from None

@@ -13,8 +13,8 @@ queries and keys add. Routers are taken to spread tokens evenly over experts.
 from dataclasses import dataclass
 from functools import cached_property
 
-from megastep.models.architecture import Architecture
 from megastep.config import ParallelConfig
+from megastep.models.architecture import Architecture
 from megastep.policy.logprobs import CHUNK_ROWS
 
 
@@ -41,7 +41,9 @@ class Layer:
             "qkv": heads + 2 * groups if self.cuda or arch.qk_norm else 0,
             "query norm": heads if arch.qk_norm else 0,
             "rope": 4 * arch.head_dim,  # cos and sin, for queries and for keys
-            "attention": heads + groups if self.cuda else 2 * heads + 2 * groups,  # rotated; CPU: values, output too
+            "attention": heads + groups
+            if self.cuda
+            else 2 * heads + 2 * groups,  # rotated; CPU: values, output too
             "attention output": heads,
         }
         parts = {name: count * self.size for name, count in numbers.items()}
@@ -54,12 +56,16 @@ class Layer:
             return (3 if self.cuda else 5) * self.arch.ffn_hidden / self.split.tensor * self.size
         experts = self.arch.experts
         hidden = (3 if self.cuda else 6) * experts.hidden / self.split.expert_tensor_size
-        router = (9 * experts.count + 12 * experts.top_k) / self.split.tensor  # scores, probabilities and choices
+        router = (
+            9 * experts.count + 12 * experts.top_k
+        ) / self.split.tensor  # scores, probabilities and choices
         return (self.arch.hidden + hidden) * self._expert_tokens * self.size + router
 
     def kept(self, recompute: list[str]) -> float:
         """What stays until backward."""
-        if "full" in recompute:  # the layer's input; a dispatcher holds on to what it was given last
+        if (
+            "full" in recompute
+        ):  # the layer's input; a dispatcher holds on to what it was given last
             return (2 if self.is_moe else 1) * self._shard * self.size
         return sum(self.parts.values()) - sum(self._dropped(what) for what in recompute)
 
@@ -71,12 +77,22 @@ class Layer:
 
     def _dropped(self, what: str) -> float:
         if what == "core_attn":  # its inputs stay
-            inputs = (self.arch.heads + self.arch.kv_heads) * self.arch.head_dim / self.split.tensor * self.size
+            inputs = (
+                (self.arch.heads + self.arch.kv_heads)
+                * self.arch.head_dim
+                / self.split.tensor
+                * self.size
+            )
             return self.parts["attention"] + self.parts["log-sum-exp"] - inputs
         if what == "layernorm":
             return self.parts["norm outputs"]
         if what == "moe_act" and self.is_moe:
-            return self.arch.experts.hidden / self.split.expert_tensor_size * self._expert_tokens * self.size
+            return (
+                self.arch.experts.hidden
+                / self.split.expert_tensor_size
+                * self._expert_tokens
+                * self.size
+            )
         return self.parts["mixer"] if what == ("moe" if self.is_moe else "mlp") else 0.0
 
     @property
@@ -85,7 +101,11 @@ class Layer:
         if not self.is_moe:
             return (2 * self.arch.ffn_hidden + self.arch.hidden) / self.split.tensor * self.size
         # On CUDA all experts are one product, on CPU one follows the other.
-        inside = 3 * self.arch.experts.hidden / self.split.expert_tensor_size if self.cuda else self.arch.hidden
+        inside = (
+            3 * self.arch.experts.hidden / self.split.expert_tensor_size
+            if self.cuda
+            else self.arch.hidden
+        )
         return (2 * self.arch.hidden + inside) * self._expert_tokens * self.size
 
     @property
@@ -109,7 +129,9 @@ def head(arch: Architecture, split: ParallelConfig, tokens: int, head_rows: int,
     vocab = arch.padded_vocab // split.tensor
     chunk = min(CHUNK_ROWS, head_rows, tokens)
     kept_rows = min(head_rows // chunk * chunk, tokens)
-    hidden = (3 * tokens // split.tensor + 2 * tokens) * arch.hidden * size  # norm, and rows; with their gradients
+    hidden = (
+        (3 * tokens // split.tensor + 2 * tokens) * arch.hidden * size
+    )  # norm, and rows; with their gradients
     gradient = vocab * arch.hidden * (4 if size == 4 else 4 + size)  # summed in fp32, then cast
     work = gradient + (0 if size == 4 else 2 * chunk * vocab * size)  # casts on the way in and out
     return hidden + kept_rows * vocab * 4 + max(chunk * vocab * 4, work)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megastep.models.architecture import Architecture, read_architecture
 from megastep.config import Config
+from megastep.models.architecture import Architecture, read_architecture
 from megastep.plan.activations import Layer, head
 from megastep.plan.shares import Share, shares
 from megastep.policy.model import PRECISIONS
@@ -105,10 +105,18 @@ class Plan:
                 found.append((self.rolling_out(stage) - self.gpu, self._in_rollout(stage)))
         engine = self.engine
         if not engine.holds_a_call:
-            found.append((engine.context * engine.kv_per_token - engine.kv_room,
-                          f"engine: keys and values of one call of {engine.context} tokens have no room; raise "
-                          "engine.gpu_memory_utilization or engine.tensor_parallel"))
-        return [f"{why}, {gib(over)} GiB too much" for over, why in sorted(found, reverse=True) if over > 0]
+            found.append(
+                (
+                    engine.context * engine.kv_per_token - engine.kv_room,
+                    f"engine: keys and values of one call of {engine.context} tokens have no room; raise "
+                    "engine.gpu_memory_utilization or engine.tensor_parallel",
+                )
+            )
+        return [
+            f"{why}, {gib(over)} GiB too much"
+            for over, why in sorted(found, reverse=True)
+            if over > 0
+        ]
 
     def _in_rollout(self, stage: Stage) -> str:
         what = "the weights and the optimizer's part on the GPU" if stage.resting else "the weights"
@@ -117,8 +125,12 @@ class Plan:
 
     def _in_training(self, stage: Stage) -> str:
         share = stage.share
-        parts = {"weights": share.weights, "gradients": share.gradients, "optimizer": stage.optimizer,
-                 "activations": stage.activations}
+        parts = {
+            "weights": share.weights,
+            "gradients": share.gradients,
+            "optimizer": stage.optimizer,
+            "activations": stage.activations,
+        }
         largest = max(parts, key=parts.get)
         return f"training on stage {stage.number + 1}: most of it is {largest}, {gib(parts[largest])} GiB"
 
@@ -150,7 +162,11 @@ class Plan:
 
     @property
     def batch_tokens(self) -> int:
-        return self.config.rollout.prompts * self.config.rollout.samples_per_prompt * self.trajectory_tokens
+        return (
+            self.config.rollout.prompts
+            * self.config.rollout.samples_per_prompt
+            * self.trajectory_tokens
+        )
 
     @property
     def route_bytes(self) -> int:
@@ -158,23 +174,42 @@ class Plan:
         experts = self.arch.experts
         if experts is None or not self.config.routing_replay.enabled:
             return 0
-        return self.batch_tokens * sum(experts.layers) * experts.top_k * (1 if experts.count <= 256 else 2)
+        return (
+            self.batch_tokens
+            * sum(experts.layers)
+            * experts.top_k
+            * (1 if experts.count <= 256 else 2)
+        )
 
 
 def gib(count: float) -> str:
     return f"{count / GIB:.1f}" if count == 0 or abs(count) >= 0.05 * GIB else f"{count / GIB:.1g}"
 
 
-def make_plan(config: Config, gpu_gib: float = H100_GIB, trajectory_tokens: int | None = None,
-              known_shares: list[Share] | None = None) -> Plan:
+def make_plan(
+    config: Config,
+    gpu_gib: float = H100_GIB,
+    trajectory_tokens: int | None = None,
+    known_shares: list[Share] | None = None,
+) -> Plan:
     """trajectory_tokens: by default those of the longest model call. known_shares: of the same layout, if at hand."""
     arch = read_architecture(config.model.path)
     longest = config.prompt_tokens(arch) + config.rollout.max_response_tokens
     tokens = longest if trajectory_tokens is None else trajectory_tokens
     found = shares(config, arch) if known_shares is None else known_shares
     count = micro_batches_per_rank(config, tokens)
-    stages = [stage_memory(config, arch, number, share, count) for number, share in enumerate(found)]
-    return Plan(config, arch, stages, engine_share(config, gpu_gib), int(gpu_gib * GIB), tokens, parameters(arch))
+    stages = [
+        stage_memory(config, arch, number, share, count) for number, share in enumerate(found)
+    ]
+    return Plan(
+        config,
+        arch,
+        stages,
+        engine_share(config, gpu_gib),
+        int(gpu_gib * GIB),
+        tokens,
+        parameters(arch),
+    )
 
 
 @functools.cache
@@ -185,7 +220,11 @@ def parameters(arch: Architecture) -> int:
 def micro_batches_per_rank(config: Config, trajectory_tokens: int) -> int:
     """Per rank. A prompt's trajectories are cut into runs that fit a micro-batch, and what is left over of prompts is
     put together (samples/packing.py). One that is longer than the budget is cut too: it has several calls."""
-    p, prompts, samples = config.policy.parallel, config.mini_batch_prompts, config.rollout.samples_per_prompt
+    p, prompts, samples = (
+        config.policy.parallel,
+        config.mini_batch_prompts,
+        config.rollout.samples_per_prompt,
+    )
     together = config.budget_tokens // trajectory_tokens  # trajectories of a micro-batch
     if together == 0:
         count = -(-prompts * samples * trajectory_tokens // config.budget_tokens)
@@ -199,16 +238,28 @@ def micro_batches_per_rank(config: Config, trajectory_tokens: int) -> int:
 # ---------------------------------------------------------------- one rank
 
 
-def stage_memory(config: Config, arch: Architecture, number: int, share: Share, micro_batches: int,
-                 cuda: bool = True) -> Stage:
+def stage_memory(
+    config: Config,
+    arch: Architecture,
+    number: int,
+    share: Share,
+    micro_batches: int,
+    cuda: bool = True,
+) -> Stage:
     policy = config.policy
     size, tokens = PRECISIONS[policy.precision].itemsize, config.train.micro_batch_tokens
-    layers = [Layer(arch, policy.parallel, first + i, size, cuda)
-              for first, count in zip(share.first_layer, share.layers) for i in range(count)]
+    layers = [
+        Layer(arch, policy.parallel, first + i, size, cuda)
+        for first, count in zip(share.first_layer, share.layers)
+        for i in range(count)
+    ]
     flight = in_flight(policy.parallel.pipeline, policy.parallel.virtual, number, micro_batches)
     of_layers = [layer.kept(policy.recompute) * tokens * flight for layer in layers]
     stay = len(layers) - policy.activation_offload_layers
-    in_layer = max(layer.again(policy.recompute) + layer.gradients for layer in layers) * tokens + share.largest_weight
+    in_layer = (
+        max(layer.again(policy.recompute) + layer.gradients for layer in layers) * tokens
+        + share.largest_weight
+    )
     one_layer = max(sum(layer.parts.values()) for layer in layers) * tokens
     fraction, has_reference = config.optimizer.cpu_offload_fraction, config.loss.kl_coef > 0
     return Stage(
@@ -219,9 +270,15 @@ def stage_memory(config: Config, arch: Architecture, number: int, share: Share, 
         kept=int(sum(of_layers[:stay])),
         in_flight=flight,
         in_layer=int(in_layer),
-        in_head=head(arch, policy.parallel, tokens, policy.logits_chunk_rows, size) if share.has_head else 0,
+        in_head=head(arch, policy.parallel, tokens, policy.logits_chunk_rows, size)
+        if share.has_head
+        else 0,
         reference=int(share.weights + one_layer) if has_reference else 0,
-        host=int(_optimizer_on_host(config, share) + sum(of_layers[stay:]) + share.weights * has_reference),
+        host=int(
+            _optimizer_on_host(config, share)
+            + sum(of_layers[stay:])
+            + share.weights * has_reference
+        ),
     )
 
 

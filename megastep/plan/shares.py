@@ -14,9 +14,9 @@ from itertools import groupby
 
 import torch
 
-from megastep.models.architecture import Architecture
 from megastep.config import Config
 from megastep.distributed import parallel
+from megastep.models.architecture import Architecture
 from megastep.policy.model import PRECISIONS, build_model
 
 PARAM_ALIGN, BUCKET_ALIGN = 64, 128  # elements; Megatron's param_and_grad_buffer.py
@@ -60,20 +60,31 @@ def _share(config: Config, arch: Architecture, rank: int, world: int) -> Share:
     with parallel.imagined(layout, rank, world):
         with torch.device("meta"):
             # Neither recomputing nor offloading activations changes what is held, and both may ask for a GPU.
-            chunks = build_model(arch, replace(config.policy, recompute=[], activation_offload_layers=0))
+            chunks = build_model(
+                arch, replace(config.policy, recompute=[], activation_offload_layers=0)
+            )
         chunk_params = [list(_params(chunk)) for chunk in chunks]
         virtual = range(layout.virtual)
-        has_embedding, has_head = (any(map(has, virtual)) for has in (parallel.has_embedding, parallel.has_head))
+        has_embedding, has_head = (
+            any(map(has, virtual)) for has in (parallel.has_embedding, parallel.has_head)
+        )
     of_stage = config.policy.ranks // layout.pipeline
     expert_ranks = of_stage // (layout.expert * layout.expert_tensor_size)
     dense_ranks = of_stage // layout.tensor
-    buffers = [(list(params), expert_ranks if is_expert else dense_ranks)
-               for of_chunk in chunk_params
-               for is_expert, params in groupby(sorted(of_chunk, key=lambda p: p.expert), key=lambda p: p.expert)]
+    buffers = [
+        (list(params), expert_ranks if is_expert else dense_ranks)
+        for of_chunk in chunk_params
+        for is_expert, params in groupby(
+            sorted(of_chunk, key=lambda p: p.expert), key=lambda p: p.expert
+        )
+    ]
     size = PRECISIONS[config.policy.precision].itemsize
     elements = sum(bucket.length for params, ranks in buffers for bucket in _buckets(params, ranks))
-    owned = sum(max(bucket.owned(part, ranks) for part in range(ranks))
-                for params, ranks in buffers for bucket in _buckets(params, ranks))
+    owned = sum(
+        max(bucket.owned(part, ranks) for part in range(ranks))
+        for params, ranks in buffers
+        for bucket in _buckets(params, ranks)
+    )
     params = [p for of_chunk in chunk_params for p in of_chunk]
     return Share(
         layers=tuple(len(chunk.decoder.layers) for chunk in chunks),
@@ -91,7 +102,10 @@ def _share(config: Config, arch: Architecture, rank: int, world: int) -> Share:
 
 def _params(chunk) -> Iterator[Param]:
     for name, param in chunk.named_parameters():
-        tied, expert = getattr(param, "shared_embedding", False), not getattr(param, "allreduce", True)
+        tied, expert = (
+            getattr(param, "shared_embedding", False),
+            not getattr(param, "allreduce", True),
+        )
         yield Param(param.numel(), expert, own_bucket=tied, in_layer=".layers." in name)
 
 

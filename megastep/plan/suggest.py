@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from megastep.models.architecture import Architecture, read_architecture
 from megastep.config import Config, validate, value_of
+from megastep.models.architecture import Architecture, read_architecture
 from megastep.plan.planning import GIB, RESERVE_GIB, Plan, engine_share, make_plan, parameters
 from megastep.plan.shares import Share, shares
 from megastep.policy.model import PRECISIONS
@@ -16,21 +16,30 @@ SIZES = (1, 2, 4, 8, 16, 32)
 IN_A_NODE = (1, 2, 4, 8)  # GPUs: where tensor parallelism stays
 
 
-def suggest(config: Config, gpu_gib: float, trajectory_tokens: int | None) -> tuple[Change, Plan] | None:
+def suggest(
+    config: Config, gpu_gib: float, trajectory_tokens: int | None
+) -> tuple[Change, Plan] | None:
     """What to change, and the plan then; None: nothing that is tried fits, four times the GPUs included."""
     arch = read_architecture(config.model.path)
     engines = _engines(config, gpu_gib)
-    of_policy = [(_cost(config, change), change) for change in _of_policy(config, arch)] if engines else []
+    of_policy = (
+        [(_cost(config, change), change) for change in _of_policy(config, arch)] if engines else []
+    )
     known: dict[str, list[Share]] = {}  # of each layout
     trains: dict[int, bool] = {}  # whether it is valid, and training fits, by index in of_policy
-    candidates = [(cost + engine_cost, i, engine) for i, (cost, _) in enumerate(of_policy)
-                  for engine_cost, engine in engines]
+    candidates = [
+        (cost + engine_cost, i, engine)
+        for i, (cost, _) in enumerate(of_policy)
+        for engine_cost, engine in engines
+    ]
     for _, i, engine in sorted(candidates, key=lambda candidate: candidate[0]):
         if not trains.get(i, True):
             continue
         change = of_policy[i][1] | engine
         changed = _with(config, change)
-        if i not in trains and (validate(changed, has_cuda=True) or _least(changed, arch) > gpu_gib):
+        if i not in trains and (
+            validate(changed, has_cuda=True) or _least(changed, arch) > gpu_gib
+        ):
             trains[i] = False
             continue
         layout = f"{changed.policy.parallel} {changed.policy.ranks}"
@@ -48,16 +57,27 @@ def _engines(config: Config, gpu_gib: float) -> list[tuple[float, Change]]:
     engine = config.engine
     gpus = engine.num_engines * engine.tensor_parallel
     found: dict[float, tuple[float, Change]] = {}
-    for share, tensor in product({engine.gpu_memory_utilization, 0.5, 0.7, 0.8, 0.9}, sorted({*IN_A_NODE, engine.tensor_parallel})):
+    for share, tensor in product(
+        {engine.gpu_memory_utilization, 0.5, 0.7, 0.8, 0.9},
+        sorted({*IN_A_NODE, engine.tensor_parallel}),
+    ):
         if gpus % tensor:
             continue
-        change = _differing(config, {"engine.tensor_parallel": tensor, "engine.num_engines": gpus // tensor,
-                                     "engine.gpu_memory_utilization": share})
+        change = _differing(
+            config,
+            {
+                "engine.tensor_parallel": tensor,
+                "engine.num_engines": gpus // tensor,
+                "engine.gpu_memory_utilization": share,
+            },
+        )
         changed, cost = _with(config, change), _cost(config, change)
         beside = RESERVE_GIB if config.cluster.colocate else 0.0
         if share * gpu_gib + beside > gpu_gib or validate(changed, has_cuda=True):
             continue
-        if engine_share(changed, gpu_gib).holds_a_call and (share not in found or cost < found[share][0]):
+        if engine_share(changed, gpu_gib).holds_a_call and (
+            share not in found or cost < found[share][0]
+        ):
             found[share] = cost, change
     return list(found.values())
 
@@ -85,19 +105,32 @@ def _of_policy(config: Config, arch: Architecture) -> Iterator[Change]:
             continue  # most of them; what else can be wrong is left to validate()
         layout = _layout(config, arch, ranks, tensor, pipeline, expert)
         for budget, again, fraction in product(budgets, recompute, offload):
-            yield _differing(config, layout | {
-                "train.micro_batch_tokens": budget, "policy.recompute": again, "optimizer.cpu_offload_fraction": fraction,
-            })
+            yield _differing(
+                config,
+                layout
+                | {
+                    "train.micro_batch_tokens": budget,
+                    "policy.recompute": again,
+                    "optimizer.cpu_offload_fraction": fraction,
+                },
+            )
 
 
-def _layout(config: Config, arch: Architecture, ranks: int, tensor: int, pipeline: int, expert: int) -> Change:
+def _layout(
+    config: Config, arch: Architecture, ranks: int, tensor: int, pipeline: int, expert: int
+) -> Change:
     p = config.policy.parallel
     chunks = pipeline * p.virtual
     layers = p.layers_per_stage
     if pipeline != p.pipeline:
         layers = None if arch.layers % chunks == 0 else uneven(arch.layers, chunks)
-    return {"policy.ranks": ranks, "policy.parallel.tensor": tensor, "policy.parallel.pipeline": pipeline,
-            "policy.parallel.expert": expert, "policy.parallel.layers_per_stage": layers}
+    return {
+        "policy.ranks": ranks,
+        "policy.parallel.tensor": tensor,
+        "policy.parallel.pipeline": pipeline,
+        "policy.parallel.expert": expert,
+        "policy.parallel.layers_per_stage": layers,
+    }
 
 
 def uneven(layers: int, stages: int) -> list[int]:
@@ -115,14 +148,23 @@ def _cost(config: Config, change: Change) -> float:
     """Doublings of the layout, and what the others cost in speed."""
     cost = 0.0
     for key, value in change.items():
-        if key in ("policy.parallel.tensor", "policy.parallel.pipeline", "policy.parallel.expert", "engine.tensor_parallel"):
+        if key in (
+            "policy.parallel.tensor",
+            "policy.parallel.pipeline",
+            "policy.parallel.expert",
+            "engine.tensor_parallel",
+        ):
             cost += abs(math.log2(value / value_of(config, key)))
         elif key == "train.micro_batch_tokens":
             cost += 0.7 * math.log2(value_of(config, key) / value)
         elif key == "policy.ranks":
             cost += 5 * math.log2(value / value_of(config, key))
         else:
-            cost += {"policy.recompute": 1.0, "optimizer.cpu_offload_fraction": 2.5, "engine.gpu_memory_utilization": 0.5}.get(key, 0.0)
+            cost += {
+                "policy.recompute": 1.0,
+                "optimizer.cpu_offload_fraction": 2.5,
+                "engine.gpu_memory_utilization": 0.5,
+            }.get(key, 0.0)
     return cost
 
 
@@ -130,6 +172,10 @@ def _with(config, change: Change):
     """The config, or a section of it, with these values; what does not change is shared with the original."""
     own = {key: value for key, value in change.items() if "." not in key}
     for section in {key.partition(".")[0] for key in change if "." in key}:
-        of_section = {key.partition(".")[2]: value for key, value in change.items() if key.startswith(f"{section}.")}
+        of_section = {
+            key.partition(".")[2]: value
+            for key, value in change.items()
+            if key.startswith(f"{section}.")
+        }
         own[section] = _with(getattr(config, section), of_section)
     return replace(config, **own)

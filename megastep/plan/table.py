@@ -4,7 +4,19 @@ from megastep.plan.planning import ENGINE_WORK_GIB, RESERVE_GIB, Plan, Stage, gi
 
 
 def text(plan: Plan) -> str:
-    return "\n".join([*_heading(plan), "", *_ranks(plan), "", *_engine(plan), "", *_batch(plan), "", *_verdict(plan)])
+    return "\n".join(
+        [
+            *_heading(plan),
+            "",
+            *_ranks(plan),
+            "",
+            *_engine(plan),
+            "",
+            *_batch(plan),
+            "",
+            *_verdict(plan),
+        ]
+    )
 
 
 def _heading(plan: Plan) -> list[str]:
@@ -12,8 +24,16 @@ def _heading(plan: Plan) -> list[str]:
     p, policy, engine = config.policy.parallel, config.policy, config.engine
     own = 0 if config.cluster.colocate else engine.num_engines * engine.tensor_parallel
     where = "the same GPUs" if config.cluster.colocate else f"{own} other GPUs"
-    split = [f"{name} {size}" for name, size in (("tensor", p.tensor), ("pipeline", p.pipeline), ("expert", p.expert),
-             ("context", p.context)) if size > 1] or ["no model parallelism"]
+    split = [
+        f"{name} {size}"
+        for name, size in (
+            ("tensor", p.tensor),
+            ("pipeline", p.pipeline),
+            ("expert", p.expert),
+            ("context", p.context),
+        )
+        if size > 1
+    ] or ["no model parallelism"]
     again = f"recompute {', '.join(policy.recompute)}" if policy.recompute else "nothing recomputed"
     return [
         f"{config.model.path}: {arch.family}, {arch.layers} layers, {plan.parameters / 1e9:.1f}e9 parameters, "
@@ -36,8 +56,13 @@ def _ranks(plan: Plan) -> list[str]:
     columns = [_column(plan, kind[0]) for kind in kinds]
     rows = [names] + [[label, *(column[label] for column in columns)] for label in columns[0]]
     widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
-    return ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-            for row in rows]
+    return [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    ]
 
 
 def _stages(kind: list[Stage]) -> str:
@@ -47,7 +72,11 @@ def _stages(kind: list[Stage]) -> str:
 
 def _column(plan: Plan, stage: Stage) -> dict[str, str]:
     share = stage.share
-    ends = "".join(f" + {what}" for what, has in (("embedding", share.has_embedding), ("head", share.has_head)) if has)
+    ends = "".join(
+        f" + {what}"
+        for what, has in (("embedding", share.has_embedding), ("head", share.has_head))
+        if has
+    )
     column = {
         "holds": f"{sum(share.layers)} layers{ends}",
         "parameters, 1e9": f"{share.parameters / 1e9:.2f}",
@@ -85,11 +114,15 @@ def _batch(plan: Plan) -> list[str]:
         f"an update of it: {plan.micro_batches} micro-batches per rank, pipeline bubble {plan.bubble:.0%}",
         f"a push of weights: {gib(plan.sync_bytes)} GiB into each engine",
     ]
-    return lines + ([f"experts of a batch: {gib(plan.route_bytes)} GiB"] if plan.route_bytes else [])
+    return lines + (
+        [f"experts of a batch: {gib(plan.route_bytes)} GiB"] if plan.route_bytes else []
+    )
 
 
 def _verdict(plan: Plan) -> list[str]:
     troubles = plan.troubles()
     if troubles:
         return ["does not fit:", *(f"  {line}" for line in troubles)]
-    return [f"fits: the policy's fullest GPU has {gib(plan.left)} GiB left, beside {RESERVE_GIB:g} in reserve"]
+    return [
+        f"fits: the policy's fullest GPU has {gib(plan.left)} GiB left, beside {RESERVE_GIB:g} in reserve"
+    ]

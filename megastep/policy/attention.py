@@ -31,7 +31,9 @@ from torch import Tensor
 from megastep.types import Trie
 
 BLOCK_TOKENS = 160  # at most; measured with tools/bench_layout.py
-SHORT_PATH = 512  # tokens of a shared part that cost less under the mask than in a call of their own
+SHORT_PATH = (
+    512  # tokens of a shared part that cost less under the mask than in a call of their own
+)
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -59,12 +61,20 @@ def trie_params(trie: Trie, groups: int, device: torch.device) -> TrieParams:
     return params
 
 
-def packed(starts: np.ndarray, device: torch.device, padded_starts: np.ndarray | None = None) -> TrieParams:
+def packed(
+    starts: np.ndarray, device: torch.device, padded_starts: np.ndarray | None = None
+) -> TrieParams:
     """Sequences that follow each other, the last start being the end; with context parallelism padded apart."""
     lengths = torch.tensor(starts, dtype=torch.int32, device=device)
-    padded = None if padded_starts is None else torch.tensor(padded_starts, dtype=torch.int32, device=device)
+    padded = (
+        None
+        if padded_starts is None
+        else torch.tensor(padded_starts, dtype=torch.int32, device=device)
+    )
     longest = int(np.diff(starts if padded_starts is None else padded_starts).max())
-    return TrieParams("thd", lengths, lengths, padded, padded, max_seqlen_q=longest, max_seqlen_kv=longest)
+    return TrieParams(
+        "thd", lengths, lengths, padded, padded, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
 
 
 class TrieAttention(torch.nn.Module):
@@ -75,8 +85,16 @@ class TrieAttention(torch.nn.Module):
         super().__init__()
         self.scale = softmax_scale or config.kv_channels**-0.5
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, attn_mask_type=None,
-                attention_bias=None, packed_seq_params: TrieParams | None = None) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: TrieParams | None = None,
+    ) -> Tensor:
         """query [T, heads, dim]; key, value [T, kv_heads, dim] → [T, heads, dim]."""
         if not isinstance(packed_seq_params, TrieParams):
             raise ValueError("TrieAttention needs the micro-batch's trie, see trie_params")
@@ -97,7 +115,9 @@ class Block:
     mask: Tensor  # [(stop - start) × groups, L] 0 or -inf
 
 
-def blocks_of(trie: Trie, groups: int, block_tokens: int = BLOCK_TOKENS, short_path: int = SHORT_PATH) -> list[Block]:
+def blocks_of(
+    trie: Trie, groups: int, block_tokens: int = BLOCK_TOKENS, short_path: int = SHORT_PATH
+) -> list[Block]:
     """Every token is in one block; blocks follow each other."""
     starts = _pieces(trie, block_tokens)
     stops = starts[1:] + [len(trie)]
@@ -113,7 +133,9 @@ def blocks_of(trie: Trie, groups: int, block_tokens: int = BLOCK_TOKENS, short_p
             path.pop()
         shared, local = _seen(a, stops[last - 1], path, short_path)
         if last == first + 1:
-            mask = _corner(_causal_mask(groups, block_tokens, short_path), stops[first] - a, groups, len(local))
+            mask = _corner(
+                _causal_mask(groups, block_tokens, short_path), stops[first] - a, groups, len(local)
+            )
         else:
             mask = _mask(trie, a, stops[last - 1], local, groups)
         blocks.append(Block(a, stops[last - 1], _index(shared), _index(local), mask))
@@ -125,7 +147,9 @@ def blocks_of(trie: Trie, groups: int, block_tokens: int = BLOCK_TOKENS, short_p
     return blocks
 
 
-def _seen(a: int, b: int, path: list[tuple[int, int, int]], short_path: int) -> tuple[np.ndarray, np.ndarray]:
+def _seen(
+    a: int, b: int, path: list[tuple[int, int, int]], short_path: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The shared and the local tokens of a block."""
     shared = [np.arange(start, stop) for start, stop, end in path if end >= b]
     partly = [np.arange(start, stop) for start, stop, end in path if end < b]
@@ -190,7 +214,9 @@ class _TrieAttention(torch.autograd.Function):
         lse_of_shared = torch.full_like(lse, -torch.inf) if own_calls else None
         for block in blocks:
             rows = slice(block.start * groups, block.stop * groups)
-            o, l = _flash(*_inputs(q, rows, kv, block.local), attn_mask=block.mask.to(q.dtype), scale=scale)
+            o, l = _flash(
+                *_inputs(q, rows, kv, block.local), attn_mask=block.mask.to(q.dtype), scale=scale
+            )
             out[:, rows], lse[:, rows] = o.squeeze(1), l.squeeze(1)
             if block.shared is not None:
                 o, l = _flash(*_inputs(q, rows, kv, block.shared), scale=scale)
@@ -213,8 +239,16 @@ class _TrieAttention(torch.autograd.Function):
         for block in ctx.blocks:
             rows = slice(block.start * groups, block.stop * groups)
             g, o, l = (t[:, rows].unsqueeze(1) for t in (grad, out, lse))
-            gq, gk, gv = _flash_backward(g, *_inputs(q, rows, kv, block.local), o, l, 0.0, False,
-                                         attn_mask=block.mask.to(q.dtype), scale=ctx.scale)
+            gq, gk, gv = _flash_backward(
+                g,
+                *_inputs(q, rows, kv, block.local),
+                o,
+                l,
+                0.0,
+                False,
+                attn_mask=block.mask.to(q.dtype),
+                scale=ctx.scale,
+            )
             dq[:, rows] = gq.squeeze(1)
             _add(dk, block.local, gk.squeeze(1))
             _add(dv, block.local, gv.squeeze(1))
@@ -228,7 +262,9 @@ class _TrieAttention(torch.autograd.Function):
         return dq, *(t.to(q.dtype).transpose(0, 1).contiguous() for t in (dk, dv)), None, None
 
 
-def _inputs(q: Tensor, rows: slice, kv: Tensor, tokens: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(
+    q: Tensor, rows: slice, kv: Tensor, tokens: slice | Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """[kv_heads, 1, rows, dim] each."""
     seen = kv[:, :, tokens] if isinstance(tokens, slice) else kv.index_select(2, tokens)
     key, value = seen.unsqueeze(2)
@@ -256,22 +292,47 @@ def _add(total: Tensor, tokens: slice | Tensor, part: Tensor) -> None:
 class FlexTrieAttention(torch.nn.Module):
     """Core attention of the CUDA spec. Written against torch 2.13 and Transformer Engine 2.11; not run on a GPU yet."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type, softmax_scale=None, **more):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type,
+        softmax_scale=None,
+        **more,
+    ):
         super().__init__()
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.packed = TEDotProductAttention(
-            config=config, layer_number=layer_number, attn_mask_type=attn_mask_type, softmax_scale=softmax_scale, **more
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            softmax_scale=softmax_scale,
+            **more,
         )
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, attn_mask_type=None,
-                attention_bias=None, packed_seq_params: TrieParams | None = None) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: TrieParams | None = None,
+    ) -> Tensor:
         """query [T, heads, dim]; key, value [T, kv_heads, dim] → [T, heads, dim]."""
         if packed_seq_params.block_mask is None:
-            return self.packed(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))  # [1, heads, T, dim]
-        out = _compiled_flex()(q, k, v, block_mask=packed_seq_params.block_mask, scale=self.scale, enable_gqa=True)
+            return self.packed(
+                query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
+            )
+        q, k, v = (
+            t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)
+        )  # [1, heads, T, dim]
+        out = _compiled_flex()(
+            q, k, v, block_mask=packed_seq_params.block_mask, scale=self.scale, enable_gqa=True
+        )
         return out.squeeze(0).transpose(0, 1)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megastep.policy import context
 from megastep.distributed import parallel
+from megastep.policy import context
 from megastep.policy.attention import TrieParams, packed, trie_params
 from megastep.policy.logprobs import HeadRows, head_rows
 from megastep.types import FREE, MicroBatch, Trie
@@ -18,19 +18,31 @@ ROPE_STEP = 1024  # rotary tables are made for multiples of this, and cached
 @dataclass
 class PolicyBatch:
     tokens: Tensor  # [1, T]
-    padding: Tensor  # [1, T/tp] bool: of the tokens that this rank's routers see, those that are padding
-    position: Tensor  # [T] for the rotary embedding; with context parallelism that of all ranks' tokens
+    padding: (
+        Tensor  # [1, T/tp] bool: of the tokens that this rank's routers see, those that are padding
+    )
+    position: (
+        Tensor  # [T] for the rotary embedding; with context parallelism that of all ranks' tokens
+    )
     rope_tokens: int  # more than any position
     attention: TrieParams
     rows: HeadRows | None  # of the stage that has the head
-    table_rows: Tensor | None  # with context parallelism: where this rank's rows are in the loss table
+    table_rows: (
+        Tensor | None
+    )  # with context parallelism: where this rank's rows are in the loss table
     table_size: int
     temperature: float  # that the rollout sampled with
     entropy_gradient: bool  # does the loss need it
 
 
-def prepare(micro_batch: MicroBatch, groups: int, has_head: bool, kept_rows: int, temperature: float,
-            entropy_gradient: bool) -> PolicyBatch:
+def prepare(
+    micro_batch: MicroBatch,
+    groups: int,
+    has_head: bool,
+    kept_rows: int,
+    temperature: float,
+    entropy_gradient: bool,
+) -> PolicyBatch:
     """groups: query heads per key head; kept_rows: see logprobs.py."""
     trie, device = micro_batch.trie, parallel.device()
     tokens, position, loss, table_rows = trie.tokens, trie.position, trie.loss, None

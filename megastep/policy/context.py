@@ -30,7 +30,9 @@ class Spread:
 
 def spread(trie: Trie, rank: int, size: int, tensor: int) -> Spread:
     if trie.branches:
-        raise ValueError("context parallelism needs sequences that do not branch: train.pack_layout = merge or flat")
+        raise ValueError(
+            "context parallelism needs sequences that do not branch: train.pack_layout = merge or flat"
+        )
     starts = np.append(trie.sequence_starts(), len(trie))
     unit = 2 * size * tensor
     lengths = np.diff(starts)

@@ -41,7 +41,10 @@ def head_rows(loss: LossTable, kept_rows: int, device: torch.device) -> HeadRows
     rows = np.searchsorted(of_row, starts).tolist()
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
-    on_device = [torch.from_numpy(a.astype(np.int64)).to(device) for a in (src, of_row, loss.target[order], inverse)]
+    on_device = [
+        torch.from_numpy(a.astype(np.int64)).to(device)
+        for a in (src, of_row, loss.target[order], inverse)
+    ]
     chunks = [(slice(*s), slice(*r)) for s, r in zip(zip(starts, starts[1:]), zip(rows, rows[1:]))]
     return HeadRows(*on_device, chunks, kept=kept_rows // chunk_rows)
 
@@ -55,8 +58,14 @@ class VocabShard:
     group: dist.ProcessGroup  # of the ranks that have the other parts
 
 
-def row_logprobs(hidden: Tensor, weight: Tensor, rows: HeadRows, shard: VocabShard, temperature: float,
-                 entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+def row_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: HeadRows,
+    shard: VocabShard,
+    temperature: float,
+    entropy_gradient: bool,
+) -> tuple[Tensor, Tensor]:
     """Logprob and entropy [N] fp32 of the table's rows.
 
     hidden [T or T/tp, h]: with tensor parallelism, each rank's stretch of the sequence.
@@ -108,7 +117,9 @@ class _Head(torch.autograd.Function):
         total = torch.empty_like(entropy)  # [U] of the exponentials
         ctx.kept = []  # exponentials of the last chunks
         for i, (s, r) in enumerate(rows.chunks):
-            e, total[s], logprob[r], entropy[s] = _chunk(hidden[s], weight, rows, s, r, shard, temperature)
+            e, total[s], logprob[r], entropy[s] = _chunk(
+                hidden[s], weight, rows, s, r, shard, temperature
+            )
             if i >= len(rows.chunks) - rows.kept and any(ctx.needs_input_grad):
                 ctx.kept.append(e)
             del e  # before the next chunk is there
@@ -126,8 +137,17 @@ class _Head(torch.autograd.Function):
                 e = ctx.kept.pop()
             else:
                 e, *_ = _chunk(hidden[s], weight, rows, s, r, shard, ctx.temperature)
-            d = _d_logits(e, total[s], entropy[s], rows, s, r, shard,
-                          None if d_logprob is None else d_logprob[r], None if d_entropy is None else d_entropy[s])
+            d = _d_logits(
+                e,
+                total[s],
+                entropy[s],
+                rows,
+                s,
+                r,
+                shard,
+                None if d_logprob is None else d_logprob[r],
+                None if d_entropy is None else d_entropy[s],
+            )
             if ctx.temperature != 1.0:
                 d /= ctx.temperature
             d = d.to(weight.dtype)
@@ -157,10 +177,16 @@ def _chunk(hidden, weight, rows, s, r, shard, temperature) -> tuple[Tensor, Tens
     return e, total, target - log_total[of_row], log_total - product / total
 
 
-def _targets(rows: HeadRows, s: slice, r: slice, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
+def _targets(
+    rows: HeadRows, s: slice, r: slice, shard: VocabShard
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of the rows of a chunk: their place in it, their column in this shard, and which ones have one."""
     column = rows.target[r] - shard.first
-    return rows.of_row[r] - s.start, column, ((column >= 0) & (column < shard.real)).nonzero().squeeze(1)
+    return (
+        rows.of_row[r] - s.start,
+        column,
+        ((column >= 0) & (column < shard.real)).nonzero().squeeze(1),
+    )
 
 
 def _d_logits(e, total, entropy, rows, s, r, shard, d_logprob, d_entropy) -> Tensor:
@@ -171,7 +197,9 @@ def _d_logits(e, total, entropy, rows, s, r, shard, d_logprob, d_entropy) -> Ten
     through_entropy = None
     if d_entropy is not None:
         p = e / total.unsqueeze(1)
-        through_entropy = torch.xlogy(p, p).addcmul_(p, entropy.unsqueeze(1)).mul_(d_entropy.unsqueeze(1))
+        through_entropy = (
+            torch.xlogy(p, p).addcmul_(p, entropy.unsqueeze(1)).mul_(d_entropy.unsqueeze(1))
+        )
     d = e.mul_((-of_source / total).unsqueeze(1))
     d.index_put_((of_row[here], column[here]), d_logprob[here], accumulate=True)
     return d if through_entropy is None else d.sub_(through_entropy)

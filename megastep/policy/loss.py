@@ -33,11 +33,24 @@ import torch
 from torch import Tensor
 
 from megastep.config import LossConfig
-from megastep.types import FILLER, LossTable
+from megastep.types import PADDING, LossTable
 
 # Sums over rows that belong to somebody; the driver divides by `rows`, or takes them as they are.
-SUMS = ("loss", "rows", "entropy", "ratio", "clipped", "kl_reference", "kl_clamped", "advantage_abs", "importance",
-        "importance_cut", "mismatch_rows", "mismatch_kl", "mismatch_abs")
+SUMS = (
+    "loss",
+    "rows",
+    "entropy",
+    "ratio",
+    "clipped",
+    "kl_reference",
+    "kl_clamped",
+    "advantage_abs",
+    "importance",
+    "importance_cut",
+    "mismatch_rows",
+    "mismatch_kl",
+    "mismatch_abs",
+)
 MAXIMA = ("mismatch_max_abs", "ratio_max")
 FAR = 20.0  # differences of logprobs are bounded by it before exp
 KL_MAX = 10.0  # bound of a token's KL estimate, as in verl
@@ -54,7 +67,7 @@ class Rows:
     reference: Tensor | None
     step: Tensor  # which step of the micro-batch
     steps: int
-    real: Tensor  # bool: not a filler
+    real: Tensor  # bool: not a padding
 
 
 def rows_on(loss: LossTable, device: torch.device) -> Rows:
@@ -64,8 +77,16 @@ def rows_on(loss: LossTable, device: torch.device) -> Rows:
     def on(column):
         return None if column is None else torch.from_numpy(np.ascontiguousarray(column)).to(device)
 
-    return Rows(on(loss.advantage), on(loss.weight), on(loss.rollout_logprob), on(loss.old_logprob),
-                on(loss.ref_logprob), on(step), len(starts), on(loss.group != FILLER))
+    return Rows(
+        on(loss.advantage),
+        on(loss.weight),
+        on(loss.rollout_logprob),
+        on(loss.old_logprob),
+        on(loss.ref_logprob),
+        on(step),
+        len(starts),
+        on(loss.group != PADDING),
+    )
 
 
 @dataclass
@@ -77,7 +98,9 @@ class Account:
     bad: Tensor  # [N] bool: rows whose term is not a finite number
 
 
-def policy_loss(config: LossConfig, logprob: Tensor, entropy: Tensor, rows: Rows) -> tuple[Tensor, Account]:
+def policy_loss(
+    config: LossConfig, logprob: Tensor, entropy: Tensor, rows: Rows
+) -> tuple[Tensor, Account]:
     """The weighted sum of a micro-batch."""
     now = logprob.detach()
     recorded = ~rows.rollout.isnan()
@@ -87,11 +110,17 @@ def policy_loss(config: LossConfig, logprob: Tensor, entropy: Tensor, rows: Rows
     # Bounded: exp of a far-off row would be inf, and its gradient, though clipped or of weight 0, NaN.
     log_ratio = torch.where(rows.weight == 0, 0.0, logprob - old).clamp(-FAR, FAR)
     if config.type == "gspo":
-        log_ratio = _step_mean(log_ratio.detach(), rows) + logprob - now  # the gradient stays with each token
+        log_ratio = (
+            _step_mean(log_ratio.detach(), rows) + logprob - now
+        )  # the gradient stays with each token
     ratio = log_ratio.exp()
     term, clipped = TERMS[config.type](config, ratio, rows.advantage, logprob)
-    importance, kept = _importance_weight(config, torch.where(recorded, old - rows.rollout, 0.0), rows)
-    term = torch.where(importance == 0, 0.0, term * importance)  # masked rows are out, whatever they are
+    importance, kept = _importance_weight(
+        config, torch.where(recorded, old - rows.rollout, 0.0), rows
+    )
+    term = torch.where(
+        importance == 0, 0.0, term * importance
+    )  # masked rows are out, whatever they are
     kl, kl_clamped = torch.zeros_like(now), torch.zeros_like(rows.real)
     if config.kl_coef > 0:
         kl, kl_clamped = _kl(config, logprob, rows)
@@ -101,10 +130,24 @@ def policy_loss(config: LossConfig, logprob: Tensor, entropy: Tensor, rows: Rows
     # A row of weight 0 adds nothing, whatever its term is.
     loss = torch.where(rows.weight == 0, 0.0, term * rows.weight).sum()
     with torch.no_grad():
-        trained_as = now if config.old_logprobs == "rollout" else old  # what the trainer makes of the rollout's tokens
+        trained_as = (
+            now if config.old_logprobs == "rollout" else old
+        )  # what the trainer makes of the rollout's tokens
         gap = torch.where(rows.real & recorded, trained_as - rows.rollout, 0.0)
-        account = _account(loss, term, entropy, ratio, clipped, kl, kl_clamped, importance, kept, rows.real & recorded,
-                           gap, rows)
+        account = _account(
+            loss,
+            term,
+            entropy,
+            ratio,
+            clipped,
+            kl,
+            kl_clamped,
+            importance,
+            kept,
+            rows.real & recorded,
+            gap,
+            rows,
+        )
     return loss, account
 
 
@@ -115,7 +158,9 @@ def _clip(config: LossConfig, ratio: Tensor) -> Tensor:
     return ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
 
 
-def _clipped_surrogate(config: LossConfig, ratio: Tensor, advantage: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
+def _clipped_surrogate(
+    config: LossConfig, ratio: Tensor, advantage: Tensor, logprob: Tensor
+) -> tuple[Tensor, Tensor]:
     free, bounded = -ratio * advantage, -_clip(config, ratio) * advantage
     term = torch.maximum(free, bounded)
     if config.dual_clip > 0:
@@ -123,16 +168,22 @@ def _clipped_surrogate(config: LossConfig, ratio: Tensor, advantage: Tensor, log
     return term, term.detach() != free.detach()
 
 
-def _cispo(config: LossConfig, ratio: Tensor, advantage: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
+def _cispo(
+    config: LossConfig, ratio: Tensor, advantage: Tensor, logprob: Tensor
+) -> tuple[Tensor, Tensor]:
     bounded = _clip(config, ratio).detach()
     return -bounded * advantage * logprob, bounded != ratio.detach()
 
 
-def _reinforce(config: LossConfig, ratio: Tensor, advantage: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
+def _reinforce(
+    config: LossConfig, ratio: Tensor, advantage: Tensor, logprob: Tensor
+) -> tuple[Tensor, Tensor]:
     return -advantage * logprob, torch.zeros_like(advantage, dtype=torch.bool)
 
 
-def _nll(config: LossConfig, ratio: Tensor, advantage: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
+def _nll(
+    config: LossConfig, ratio: Tensor, advantage: Tensor, logprob: Tensor
+) -> tuple[Tensor, Tensor]:
     return -logprob, torch.zeros_like(advantage, dtype=torch.bool)
 
 
@@ -143,7 +194,10 @@ TERMS: dict[str, Callable] = {
     "reinforce": _reinforce,
     "nll": _nll,
 }
-KL_ESTIMATES: dict[str, Callable] = {"k2": lambda d: d.square() / 2, "k3": lambda d: d.exp() - d - 1}
+KL_ESTIMATES: dict[str, Callable] = {
+    "k2": lambda d: d.square() / 2,
+    "k3": lambda d: d.exp() - d - 1,
+}
 
 
 def _kl(config: LossConfig, logprob: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -162,7 +216,9 @@ def _step_sum(values: Tensor, rows: Rows) -> Tensor:
     return values.new_zeros(rows.steps).index_add_(0, rows.step, values)
 
 
-def _importance_weight(config: LossConfig, log_importance: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+def _importance_weight(
+    config: LossConfig, log_importance: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor]:
     """The constant factor of each term, and which terms it leaves as they are."""
     everywhere = torch.ones_like(rows.real)
     assert config.importance_sampling.mode != "auto", "Config.policy_loss decides what it means"
@@ -172,8 +228,12 @@ def _importance_weight(config: LossConfig, log_importance: Tensor, rows: Rows) -
         log_importance = _step_sum(log_importance, rows)[rows.step]
     importance = log_importance.clamp(-FAR, FAR).exp()
     if config.importance_sampling.mode == "truncate":
-        return importance.clamp(max=config.importance_sampling.high), importance <= config.importance_sampling.high
-    kept = (importance >= config.importance_sampling.low) & (importance <= config.importance_sampling.high)
+        return importance.clamp(
+            max=config.importance_sampling.high
+        ), importance <= config.importance_sampling.high
+    kept = (importance >= config.importance_sampling.low) & (
+        importance <= config.importance_sampling.high
+    )
     return kept.float(), kept
 
 
@@ -189,16 +249,29 @@ def _account(
         return torch.where(where, values.double(), 0.0).sum()
 
     sums = {
-        "loss": loss.double(), "rows": total(real), "entropy": total(entropy),
-        "ratio": total(ratio), "clipped": total(clipped), "kl_reference": total(kl),
+        "loss": loss.double(),
+        "rows": total(real),
+        "entropy": total(entropy),
+        "ratio": total(ratio),
+        "clipped": total(clipped),
+        "kl_reference": total(kl),
         "kl_clamped": total(kl_clamped),
-        "advantage_abs": total(rows.advantage.abs()), "importance": total(importance),
-        "importance_cut": total(~kept), "mismatch_rows": total(real, compared),
-        "mismatch_kl": total(gap.double().expm1() - gap, compared), "mismatch_abs": total(gap.abs(), compared),
+        "advantage_abs": total(rows.advantage.abs()),
+        "importance": total(importance),
+        "importance_cut": total(~kept),
+        "mismatch_rows": total(real, compared),
+        "mismatch_kl": total(gap.double().expm1() - gap, compared),
+        "mismatch_abs": total(gap.abs(), compared),
     }
-    maxima = {"mismatch_max_abs": gap.abs().max().double(), "ratio_max": torch.where(real, ratio, 0.0).max().double()}
-    return Account(torch.stack([sums[name] for name in SUMS]), torch.stack([maxima[name] for name in MAXIMA]),
-                   real & ~(term * rows.weight).isfinite())
+    maxima = {
+        "mismatch_max_abs": gap.abs().max().double(),
+        "ratio_max": torch.where(real, ratio, 0.0).max().double(),
+    }
+    return Account(
+        torch.stack([sums[name] for name in SUMS]),
+        torch.stack([maxima[name] for name in MAXIMA]),
+        real & ~(term * rows.weight).isfinite(),
+    )
 
 
 def means(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
@@ -215,7 +288,7 @@ def means(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
         "train/kl_clamped_fraction": sums["kl_clamped"] / rows,
         "train/advantage_abs_mean": sums["advantage_abs"] / rows,
         "train/importance_mean": sums["importance"] / rows,
-        "train/importance_cut_fraction": sums["importance_cut"] / rows,
+        "train/importance_clipped_fraction": sums["importance_cut"] / rows,
     }
     if compared:
         found |= {

@@ -14,19 +14,25 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megastep.models.architecture import Architecture, rope_type
 from megastep.config import ParallelConfig, PolicyConfig
 from megastep.distributed import parallel
+from megastep.models.architecture import Architecture, rope_type
 from megastep.policy.attention import FlexTrieAttention, TrieAttention
 from megastep.policy.batch import PolicyBatch
 from megastep.policy.context import gather_rows
@@ -78,7 +84,9 @@ class PolicyModel(GPTModel):
         embedded = None  # other stages take what the schedule has received
         if self.pre_process:
             embedded = self.embedding(input_ids=batch.tokens, position_ids=None)
-        frequencies = self.rotary_pos_emb(batch.rope_tokens, packed_seq=True)  # [rope_tokens, 1, 1, dim]
+        frequencies = self.rotary_pos_emb(
+            batch.rope_tokens, packed_seq=True
+        )  # [rope_tokens, 1, 1, dim]
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
@@ -91,13 +99,17 @@ class PolicyModel(GPTModel):
         values = self._row_values(hidden.squeeze(1), batch)
         if batch.table_rows is None:
             return values
-        return gather_rows.apply(values, batch.table_rows, batch.table_size, parallel.context_group())
+        return gather_rows.apply(
+            values, batch.table_rows, batch.table_size, parallel.context_group()
+        )
 
     def _row_values(self, hidden: torch.Tensor, batch: PolicyBatch) -> torch.Tensor:
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         shard, temperature, differentiable = self.shard, batch.temperature, batch.entropy_gradient
-        return torch.stack(row_logprobs(hidden, weight, batch.rows, shard, temperature, differentiable))
+        return torch.stack(
+            row_logprobs(hidden, weight, batch.rows, shard, temperature, differentiable)
+        )
 
 
 def _vocab_shard(arch: Architecture) -> VocabShard:
@@ -111,17 +123,26 @@ def wrap_for_training(chunks: list[GPTModel], precision: str) -> list[Distribute
     """Cast and put Megatron's data parallelism around each chunk; gradients are summed in fp32."""
     config = chunks[0].config
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, average_in_collective=False
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=False,
+        average_in_collective=False,
     )
     wrapped = [Float16Module(config, chunk) if precision == "bf16" else chunk for chunk in chunks]
     return [
-        DistributedDataParallel(config=config, ddp_config=ddp, module=chunk, disable_bucketing=i > 0)
+        DistributedDataParallel(
+            config=config, ddp_config=ddp, module=chunk, disable_bucketing=i > 0
+        )
         for i, chunk in enumerate(wrapped)
     ]
 
 
 def transformer_config(
-    arch: Architecture, policy: PolicyConfig, softmax_scale: float | None, on_cuda: bool, mark_shards: bool
+    arch: Architecture,
+    policy: PolicyConfig,
+    softmax_scale: float | None,
+    on_cuda: bool,
+    mark_shards: bool,
 ) -> TransformerConfig:
     layout = policy.parallel
     dtype = PRECISIONS[policy.precision]
@@ -186,7 +207,9 @@ def _draw_nothing(weight: torch.Tensor) -> None:
 
 def _recomputation(policy: PolicyConfig) -> dict:
     if "full" in policy.recompute:
-        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        return dict(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
     if policy.recompute:
         return dict(recompute_granularity="selective", recompute_modules=list(policy.recompute))
     return {}
@@ -224,10 +247,14 @@ def _pipeline_layout(layout: ParallelConfig) -> list[list[str]] | None:
 # ---------------------------------------------------------------- layers
 
 
-def layer_spec(config: TransformerConfig, virtual_stage: int | None, on_cuda: bool) -> TransformerBlockSubmodules:
+def layer_spec(
+    config: TransformerConfig, virtual_stage: int | None, on_cuda: bool
+) -> TransformerBlockSubmodules:
     """CUDA: Transformer Engine's layers, not run on a GPU yet. CPU: Megatron's local layers with our parts."""
     if on_cuda:
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=virtual_stage)
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, vp_stage=virtual_stage
+        )
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = FlexTrieAttention
             _set_router(layer)
@@ -240,7 +267,9 @@ def layer_spec(config: TransformerConfig, virtual_stage: int | None, on_cuda: bo
 
 
 def _cpu_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     layer = spec.submodules
     layer.input_layernorm = RMSNorm
     layer.pre_mlp_layernorm = RMSNorm
@@ -250,7 +279,9 @@ def _cpu_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     # Checkpoint keys as Transformer Engine's layers have them: the norm before the linear layer is
     # part of it, except before experts.
-    layer.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    layer.sharded_state_dict_keys_map = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
+    }
     if experts is None:
         layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     _set_router(spec)
@@ -283,7 +314,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
         wide = x.float()
-        scale = torch.rsqrt(torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1] + eps)
+        scale = torch.rsqrt(
+            torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1] + eps
+        )
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).to(x.dtype).mul_(weight)
 

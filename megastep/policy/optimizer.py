@@ -79,7 +79,10 @@ def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:
         for adam in part.optimizer.sub_optimizers if hybrid else [part.optimizer]:
             for group in adam.param_groups:
                 for param in group["params"]:
-                    adam.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+                    adam.state[param] = {
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }
                     if isinstance(adam, torch.optim.AdamW):  # FusedAdam counts steps by group
                         adam.state[param]["step"] = torch.tensor(0.0)
         if hybrid:

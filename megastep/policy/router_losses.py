@@ -30,7 +30,11 @@ class PolicyRouter(TopKRouter):
         return MoEAuxLossAutoScaler.apply(logits, coefficient * squares[~padding_mask].sum())
 
     def _apply_aux_loss(
-        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool = False,
     ) -> Tensor:
         """Scores and map [tokens, E] of the live router; the rows of padding are 0 in both."""
         coefficient = self.get_aux_loss_coeff("aux_loss")
@@ -39,5 +43,7 @@ class PolicyRouter(TopKRouter):
         chosen = routing_map.sum(0)  # [E] tokens, of the whole micro-batch once they are added up
         dist.all_reduce(chosen, group=self.tp_cp_group)
         share = chosen / chosen.sum().clamp(min=1)
-        loss = coefficient * self.config.num_moe_experts * (share * scores_for_aux_loss.sum(0)).sum()
+        loss = (
+            coefficient * self.config.num_moe_experts * (share * scores_for_aux_loss.sum(0)).sum()
+        )
         return MoEAuxLossAutoScaler.apply(probs, loss)

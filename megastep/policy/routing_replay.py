@@ -27,10 +27,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
-from megastep.errors import ReplayError
 from megastep.distributed import parallel
-
-
+from megastep.errors import ReplayError
 
 
 class LayerReplay(RouterReplay):
@@ -53,7 +51,9 @@ class LayerReplay(RouterReplay):
             raise ReplayError(f"layer {self.layer}: a forward pass did not use its routes")
         self.target, self.given = target, True
 
-    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+    def get_replay_topk(
+        self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None
+    ):
         """Called by Megatron's router with the live scores [tokens, experts]."""
         live = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if not self.given:
@@ -63,7 +63,9 @@ class LayerReplay(RouterReplay):
         if target is None:
             raise ReplayError(f"layer {self.layer}: a pass without routes")
         if target.shape != live[1].shape:
-            raise ReplayError(f"layer {self.layer}: routes {list(target.shape)} for {list(live[1].shape)} choices")
+            raise ReplayError(
+                f"layer {self.layer}: routes {list(target.shape)} for {list(live[1].shape)} choices"
+            )
         if not in_backward:
             self.target = None
             # Megatron runs what it will recompute without gradient.
@@ -83,7 +85,9 @@ def attach(chunk: GPTModel) -> list[LayerReplay]:
     """Give each router of the chunk its replay, in order of depth."""
     routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
     if chunk.config.moe_router_fusion and routers:
-        raise ReplayError("a fused router chooses its experts before it could be told any: moe_router_fusion is on")
+        raise ReplayError(
+            "a fused router chooses its experts before it could be told any: moe_router_fusion is on"
+        )
     for router in routers:
         router.router_replay = LayerReplay(router.layer_number - 1)
     return [router.router_replay for router in routers]
@@ -120,7 +124,11 @@ def agreement(layers: list[LayerReplay]) -> tuple[float, float]:
     """Over all ranks: how many replayed experts the live routers would have taken too, and how many there were."""
     counts = torch.zeros(2, dtype=torch.float64, device=parallel.device())
     for layer in layers:
-        counts += torch.stack([torch.as_tensor(n, dtype=torch.float64, device=counts.device)
-                               for n in (layer.same, layer.recorded)])
+        counts += torch.stack(
+            [
+                torch.as_tensor(n, dtype=torch.float64, device=counts.device)
+                for n in (layer.same, layer.recorded)
+            ]
+        )
     dist.all_reduce(counts)
     return tuple(counts.tolist())

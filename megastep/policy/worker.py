@@ -25,21 +25,21 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megastep.checkpoint import saver
+from megastep.checkpoint.loop_state import LoopState
+from megastep.config import Config, LossConfig, OptimizerConfig
+from megastep.distributed import parallel
 from megastep.errors import TrainingError
 from megastep.models.architecture import read_architecture
-from megastep.config import Config, LossConfig, OptimizerConfig
-from megastep.checkpoint import saver
-from megastep.distributed import parallel
 from megastep.policy import routing_replay
 from megastep.policy.batch import own_routing, prepare
-from megastep.weights.random_init import FreshWeights
-from megastep.checkpoint.loop_state import LoopState
 from megastep.policy.loss import MAXIMA, SUMS, Account, means, policy_loss, rows_on
 from megastep.policy.model import build_model, wrap_for_training
 from megastep.policy.optimizer import build_optimizer
+from megastep.types import PADDING, MicroBatch
 from megastep.weights.hf_files import HFReader, copy_companions, write_shards, written_beside
 from megastep.weights.megatron import export_hf, global_name, load_hf
-from megastep.types import FILLER, MicroBatch
+from megastep.weights.random_init import FreshWeights
 
 
 @dataclass
@@ -61,7 +61,9 @@ class PolicyWorker:
         parallel.seed_everything(config.train.seed)
         chunks = build_model(self.arch, policy)
         in_files = config.model.init == "hf"
-        weights = HFReader(config.model.path) if in_files else FreshWeights(self.arch, config.train.seed)
+        weights = (
+            HFReader(config.model.path) if in_files else FreshWeights(self.arch, config.train.seed)
+        )
         load_hf(chunks, self.arch, weights)
         self.replays = [routing_replay.attach(chunk) for chunk in chunks]
         self.chunks = wrap_for_training(chunks, policy.precision)
@@ -79,14 +81,18 @@ class PolicyWorker:
             self.chunks, optimizer, self.config.policy.precision, optimizer_steps
         )
         self._megatron.grad_scale_func = self.optimizer.scale_loss
-        self.reference = [p.detach().cpu().clone() for p in self._parameters()] if loss.kl_coef > 0 else None
+        self.reference = (
+            [p.detach().cpu().clone() for p in self._parameters()] if loss.kl_coef > 0 else None
+        )
 
     # ------------------------------------------------------------ compute
 
     def learn(self, mini_batches: list[list[MicroBatch]]) -> list[Update]:
         """One optimizer step per mini-batch. What the policy was before the first counts as old for all of them."""
         for micro_batches in mini_batches:
-            if len(mini_batches) > 1 and self.loss.old_logprobs == "policy":  # with one, old is what the update computes itself
+            if (
+                len(mini_batches) > 1 and self.loss.old_logprobs == "policy"
+            ):  # with one, old is what the update computes itself
                 self.remember_old(micro_batches)
             if self.loss.kl_coef > 0:
                 self.remember_reference(micro_batches)
@@ -118,7 +124,7 @@ class PolicyWorker:
     def _count(self, micro_batches: list[MicroBatch]) -> tuple[int, int]:
         """Tokens of the mini-batch without padding, and those that are trained; the same on every rank."""
         tokens = sum(m.real_tokens for m in micro_batches)
-        trained = sum(np.count_nonzero(m.trie.loss.group != FILLER) for m in micro_batches)
+        trained = sum(np.count_nonzero(m.trie.loss.group != PADDING) for m in micro_batches)
         counts = torch.tensor([tokens, trained], device=parallel.device())
         dist.all_reduce(counts, group=parallel.data_group())
         # Context-parallel ranks, which are in that group, have the same micro-batches.
@@ -144,17 +150,25 @@ class PolicyWorker:
     def logprobs_and_entropies(self, micro_batches: list[MicroBatch]) -> list[np.ndarray]:
         """[2, N] of each loss table; nothing on ranks without the head."""
 
-        def finish(micro_batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> np.ndarray:
+        def finish(
+            micro_batch: MicroBatch, output: Tensor, non_loss_data: bool = True
+        ) -> np.ndarray:
             return output.cpu().numpy()
 
         return self._run(micro_batches, finish, forward_only=True)
 
-    def _run(self, micro_batches: list[MicroBatch], finish: Callable, forward_only: bool = False) -> list:
+    def _run(
+        self, micro_batches: list[MicroBatch], finish: Callable, forward_only: bool = False
+    ) -> list:
         """Megatron's schedule over the micro-batches; what `finish` left for each, where the head is."""
-        with routing_replay.replayed([layer for layers in self.replays for layer in layers], forward_only):
+        with routing_replay.replayed(
+            [layer for layers in self.replays for layer in layers], forward_only
+        ):
             return get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, finish),
-                data_iterator=[iter([(chunk, m) for m in micro_batches]) for chunk in range(len(self.chunks))],
+                data_iterator=[
+                    iter([(chunk, m) for m in micro_batches]) for chunk in range(len(self.chunks))
+                ],
                 model=self.chunks,
                 num_microbatches=len(micro_batches),
                 seq_length=len(micro_batches[0].trie),
@@ -166,18 +180,26 @@ class PolicyWorker:
     def _forward_step(self, finish: Callable, data: Iterator, model) -> tuple[Tensor, Callable]:
         """As Megatron's schedules want it: the output, and the function that ends the micro-batch."""
         chunk, micro_batch = next(data)
-        if self.config.routing_replay.enabled and self.loss.type != "nll":  # demonstrations were not routed
+        if (
+            self.config.routing_replay.enabled and self.loss.type != "nll"
+        ):  # demonstrations were not routed
             self._give_routes(chunk, micro_batch)
         batch = prepare(
-            micro_batch, self.arch.heads // self.arch.kv_heads, parallel.has_head(chunk), self.config.policy.logits_chunk_rows,
-            self.temperature, entropy_gradient=self.loss.entropy_coef > 0,
+            micro_batch,
+            self.arch.heads // self.arch.kv_heads,
+            parallel.has_head(chunk),
+            self.config.policy.logits_chunk_rows,
+            self.temperature,
+            entropy_gradient=self.loss.entropy_coef > 0,
         )
         return model(batch), partial(finish, micro_batch)
 
     def _give_routes(self, chunk: int, micro_batch: MicroBatch) -> None:
         layers = self.replays[chunk]
         if layers and micro_batch.trie.routes is None:
-            raise routing_replay.ReplayError("routing_replay.enabled needs experts, and no step of the batch has recorded any")
+            raise routing_replay.ReplayError(
+                "routing_replay.enabled needs experts, and no step of the batch has recorded any"
+            )
         if layers:
             mine = slice(layers[0].layer, layers[-1].layer + 1)
             routing_replay.give(layers, own_routing(micro_batch, mine), mine.start)
@@ -195,7 +217,9 @@ class PolicyWorker:
 
     def _agreement(self) -> dict[str, float]:
         """How often the live routers would have chosen the replayed experts; raises where it cannot be so seldom."""
-        same, recorded = routing_replay.agreement([layer for layers in self.replays for layer in layers])
+        same, recorded = routing_replay.agreement(
+            [layer for layers in self.replays for layer in layers]
+        )
         if not recorded:
             return {}
         floor = self.config.routing_replay.min_agreement
@@ -204,19 +228,23 @@ class PolicyWorker:
                 f"the live routers agree with {same / recorded:.1%} of the recorded experts, less than "
                 f"routing_replay.min_agreement = {floor}: the routes do not belong to these tokens or these weights"
             )
-        return {"replay/agreement": same / recorded}
+        return {"routing_replay/agreement": same / recorded}
 
     def _not_finite(self, micro_batches: list[MicroBatch], accounts: list[Account]) -> str | None:
         """What keeps the step from being applied, the same text on every rank; None: nothing."""
         self.optimizer.prepare_grads()
         norm = self.optimizer.get_grad_norm()
         mine = _bad_rows(micro_batches, accounts) if parallel.place().tensor == 0 else []
-        trouble = torch.tensor(float(bool(mine) or not math.isfinite(norm)), device=parallel.device())
+        trouble = torch.tensor(
+            float(bool(mine) or not math.isfinite(norm)), device=parallel.device()
+        )
         dist.all_reduce(trouble)
         if trouble.item() == 0:
             return None
         # Losses before gradients: they are the cause.
-        found = sorted(_of_all_ranks(mine or self._bad_gradients()), key=lambda n: n.startswith("gradient"))
+        found = sorted(
+            _of_all_ranks(mine or self._bad_gradients()), key=lambda n: n.startswith("gradient")
+        )
         return f"gradient norm {norm}; not finite: {_some_of(found)}"
 
     def _bad_gradients(self) -> list[str]:
@@ -229,15 +257,25 @@ class PolicyWorker:
         trouble = torch.tensor(float(bool(bad)), device=parallel.device())
         dist.all_reduce(trouble)
         if trouble.item() > 0:
-            raise TrainingError(f"after {after} weights are not finite: {_some_of(_of_all_ranks(bad))}; lower "
-                                f"optimizer.lr = {self.config.optimizer.lr:g}")
+            raise TrainingError(
+                f"after {after} weights are not finite: {_some_of(_of_all_ranks(bad))}; lower "
+                f"optimizer.lr = {self.config.optimizer.lr:g}"
+            )
 
     def _bad_weights(self) -> list[str]:
         """This rank's, by their names in the whole model. A norm is finite if all elements are, and needs no copy."""
-        named = [(chunk, name, p.detach()) for chunk in self.chunks for name, p in chunk.named_parameters()]
+        named = [
+            (chunk, name, p.detach())
+            for chunk in self.chunks
+            for name, p in chunk.named_parameters()
+        ]
         largest = torch.stack([torch.linalg.vector_norm(p, math.inf).float() for _, _, p in named])
         finite = largest.isfinite().tolist()
-        return [global_name(name, chunk, self.arch) for (chunk, name, _), ok in zip(named, finite) if not ok]
+        return [
+            global_name(name, chunk, self.arch)
+            for (chunk, name, _), ok in zip(named, finite)
+            if not ok
+        ]
 
     def _parameters(self) -> list[Tensor]:
         return [p for chunk in self.chunks for p in chunk.parameters()]
@@ -318,7 +356,9 @@ def _finalize_sums(model, num_tokens=None, **kwargs) -> None:
 def _metrics(accounts: list[Account]) -> dict[str, float]:
     """Of the whole mini-batch, on every rank."""
     place = parallel.place()
-    counts = place.tensor == place.context == 0  # the other ranks of these groups have the same ones
+    counts = (
+        place.tensor == place.context == 0
+    )  # the other ranks of these groups have the same ones
     device = parallel.device()
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
     maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
@@ -349,6 +389,8 @@ def _bad_rows(micro_batches: list[MicroBatch], accounts: list[Account]) -> list[
         bad = account.bad.cpu().numpy()
         if bad.any():
             table = micro_batch.trie.loss.take(bad)
-            found += [f"loss of group {g}, trajectory {t}, step {s}"
-                      for g, t, s in zip(table.group, table.trajectory, table.step)]
+            found += [
+                f"loss of group {g}, trajectory {t}, step {s}"
+                for g, t, s in zip(table.group, table.trajectory, table.step)
+            ]
     return list(dict.fromkeys(found))

@@ -27,12 +27,17 @@ class Panel:
 PANELS = (
     Panel("success", {"reward/success": "training", "eval/success": "held out"}, share=True),
     Panel("reward", {"reward/mean": "training", "eval/reward_mean": "held out"}),
-    Panel("response tokens per trajectory",
-          {"rollout/response_tokens_mean": "training", "eval/response_tokens_mean": "held out"}),
+    Panel(
+        "response tokens per trajectory",
+        {"rollout/response_tokens_mean": "training", "eval/response_tokens_mean": "held out"},
+    ),
     Panel("loss", {"train/loss": "loss"}),
     Panel("gradient norm", {"train/grad_norm": "gradient norm"}),
     Panel("KL of engine and trainer", {"mismatch/kl": "KL"}),
-    Panel("replayed experts", {"replay/conflict_rate": "conflicts", "replay/free_fraction": "free"}),
+    Panel(
+        "replayed experts",
+        {"routing_replay/conflict_rate": "conflicts", "routing_replay/free_fraction": "free"},
+    ),
 )
 
 
@@ -53,9 +58,13 @@ def draw(rows: list[dict]) -> bytes | None:
     """A PNG; None with fewer than two steps."""
     if len(rows) < 2:
         return None
-    from matplotlib.figure import Figure  # late and without pyplot: slow to import, and no window is wanted
+    from matplotlib.figure import (
+        Figure,
+    )  # late and without pyplot: slow to import, and no window is wanted
 
-    panels = [(panel, found) for panel in (*PANELS, _time_panel(rows)) if (found := _lines(panel, rows))]
+    panels = [
+        (panel, found) for panel in (*PANELS, _time_panel(rows)) if (found := _lines(panel, rows))
+    ]
     columns = min(COLUMNS, max(len(panels), 1))
     lines = max(math.ceil(len(panels) / columns), 1)
     figure = Figure(figsize=(4 * columns, 2.9 * lines), dpi=110, layout="constrained")
@@ -69,10 +78,14 @@ def draw(rows: list[dict]) -> bytes | None:
 
 
 def _time_panel(rows: list[dict]) -> Panel:
-    names = sorted({name for row in rows for name in row if name.startswith("time/")} - {"time/run_s"})
-    return Panel("seconds per step",
-                 {name: name.removeprefix("time/").removesuffix("_s") for name in names},
-                 from_zero=True)
+    names = sorted(
+        {name for row in rows for name in row if name.startswith("time/")} - {"time/run_s"}
+    )
+    return Panel(
+        "seconds per step",
+        {name: name.removeprefix("time/").removesuffix("_s") for name in names},
+        from_zero=True,
+    )
 
 
 def _lines(panel: Panel, rows: list[dict]) -> dict[str, Series]:
@@ -87,7 +100,9 @@ def _draw_panel(axes, panel: Panel, lines: dict[str, Series]) -> None:
         values = [value if abs(value) <= DRAWABLE else math.nan for _, value in points]
         marker = "o" if len(points) <= FEW_POINTS else None
         colour = COLOURS[i % len(COLOURS)]
-        axes.plot(steps, values, label=label, color=colour, linewidth=1.4, marker=marker, markersize=3)
+        axes.plot(
+            steps, values, label=label, color=colour, linewidth=1.4, marker=marker, markersize=3
+        )
         for step in (step for step, value in zip(steps, values) if math.isnan(value)):
             axes.axvline(step, color="#d03030", alpha=0.35, linewidth=1)
     axes.set_title(panel.title, fontsize=10)

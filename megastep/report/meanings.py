@@ -35,16 +35,16 @@ MEANINGS = {
     "half a second and more, mean over the trajectories in which it did; all other episodes waited meanwhile",
     "env/NAME": "mean over the trajectories for which the environment reports a number of that name",
     # how old it is
-    "age/mean": "policies that the engines were given since a trained token was sampled, mean",
-    "age/max": "the same, at most; never more than async.max_staleness, rounded up",
-    "age/share_K": "share of trained tokens of that age",
+    "staleness/mean": "policies that the engines were given since a trained token was sampled, mean",
+    "staleness/max": "the same, at most; never more than async.max_staleness, rounded up",
+    "staleness/fraction_K": "share of trained tokens of that age",
     "async/waited": "groups that became due before they were complete, so that training waited for them",
     "async/dropped": "groups that were given up, complete or not, because they had become too old (async.on_stale: drop)",
     "eval/step": "training steps behind the policy when the evaluation began; beside training, newer policies join in",
     # per model call
     "turn/count": "model calls of the batch",
     "turn/older_routing": "model calls that met a weight sync while they waited for their engine: the experts of their "
-                          "prompt are those of the version before",
+    "prompt are those of the version before",
     "turn/prompt_tokens_mean": "prompt tokens of one model call, mean",
     "turn/prompt_tokens_max": "prompt tokens of one model call, at most",
     "turn/response_tokens_mean": "response tokens of one model call, mean",
@@ -52,15 +52,15 @@ MEANINGS = {
     "turn/finish_REASON": "share of model calls that ended so",
     # what is trained on
     "filter/dropped": "trajectories that are not trained on",
-    "filter/dropped_share": "share of trajectories that are not trained on",
+    "filter/dropped_fraction": "share of trajectories that are not trained on",
     "train/sequences_before_merge": "steps that train something",
     "train/sequences_after_merge": "root-to-leaf paths that those steps were folded into",
     "train/tokens_before_merge": "tokens, were every step computed alone",
     "train/tokens_distinct": "tokens, every one of a trie once",
-    "train/tokens_computed": "tokens in micro-batches: repeated prefixes, padding and fillers included",
+    "train/tokens_computed": "tokens in micro-batches: repeated prefixes, padding and paddings included",
     "train/sharing_ratio": "tokens_before_merge / tokens_distinct",
     "train/micro_batches": "micro-batches of each rank",
-    "train/fillers": "micro-batches that only keep the count equal on all ranks",
+    "train/paddings": "micro-batches that only keep the count equal on all ranks",
     "train/packing_efficiency": "share of the token budget of all micro-batches that real tokens fill",
     "train/balance": "mean tokens of a rank / most tokens of a rank",
     # the update
@@ -80,20 +80,20 @@ MEANINGS = {
     "train/kl_clamped_fraction": "share of trained tokens whose KL estimate was bounded at 10 and has no gradient",
     "train/advantage_abs_mean": "size of the advantage, mean over trained tokens",
     "train/importance_mean": "correction for the engine's logprobs, mean over trained tokens (loss.importance_sampling.mode)",
-    "train/importance_cut_fraction": "share of trained tokens whose correction was truncated or masked",
+    "train/importance_clipped_fraction": "share of trained tokens whose correction was truncated or masked",
     # do the engine and the trainer agree
     "mismatch/kl": "KL between the engine's and the trainer's policy on the sampled tokens, by the k3 estimate; "
     "asynchronous, these three include the updates since the tokens were sampled",
     "mismatch/mean_abs": "difference of the engine's and the trainer's logprob of a token, mean size",
     "mismatch/max_abs": "difference of the engine's and the trainer's logprob of a token, at most",
-    "replay/agreement": "share of experts that the live routers would have chosen as well",
-    "replay/conflict_rate": "share of experts recorded twice that differ from the owner's",
-    "replay/free_fraction": "share of tokens whose experts the live router decides",
+    "routing_replay/agreement": "share of experts that the live routers would have chosen as well",
+    "routing_replay/conflict_rate": "share of experts recorded twice that differ from the owner's",
+    "routing_replay/free_fraction": "share of tokens whose experts the live router decides",
     # where the time goes
     "time/step_s": "seconds of the whole step, without writing its metrics and checkpoint",
     "time/run_s": "seconds since the command began to train",
     "time/rollout_s": "seconds of generating the batch",
-    "time/layout_s": "seconds of credit, folding and packing",
+    "time/pack_s": "seconds of credit, folding and packing",
     "time/update_s": "seconds of training on the batch",
     "time/sync_s": "seconds of handing the new weights to the engines",
     "time/eval_s": "seconds of playing held-out prompts",
@@ -107,7 +107,9 @@ def meaning_of(name: str) -> str | None:
     found = next((meaning for pattern, meaning in _patterns() if pattern.fullmatch(name)), None)
     if found is None and name.startswith("eval/"):
         alike = (meaning_of(rollout) for rollout in _rollout_names(name.removeprefix("eval/")))
-        found = next((f"held-out prompts: {meaning}" for meaning in alike if meaning is not None), None)
+        found = next(
+            (f"held-out prompts: {meaning}" for meaning in alike if meaning is not None), None
+        )
     return found
 
 

@@ -7,26 +7,50 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megastep.samples.metrics import succeeded
-from megastep.types import Group, Step, Trajectory
 from megastep.report.curves import Series, series
 from megastep.report.meanings import MEANINGS, meaning_of
-from megastep.report.tokens import SHADES, SHADES_PER_NAT, Speller, prompt_html, response_html, visible
+from megastep.report.tokens import (
+    SHADES,
+    SHADES_PER_NAT,
+    Speller,
+    prompt_html,
+    response_html,
+    visible,
+)
+from megastep.samples.metrics import succeeded
+from megastep.types import Group, Step, Trajectory
 
 TRAJECTORIES = 12
 TOKENS = 40_000  # of all trajectories on the page; it stays below some megabytes
 STEP_TOKENS = 2_000  # of one prompt or response: as many of its beginning and end
 TOLD_CHARACTERS = 120  # of one thing that an environment reports
 HEADLINES = (
-    "reward/success", "eval/success", "reward/mean", "eval/reward_mean", "rollout/turns_mean",
-    "rollout/response_tokens_mean", "train/loss", "train/grad_norm", "mismatch/kl", "replay/conflict_rate",
-    "train/sharing_ratio", "time/step_s",
+    "reward/success",
+    "eval/success",
+    "reward/mean",
+    "eval/reward_mean",
+    "rollout/turns_mean",
+    "rollout/response_tokens_mean",
+    "train/loss",
+    "train/grad_norm",
+    "mismatch/kl",
+    "routing_replay/conflict_rate",
+    "train/sharing_ratio",
+    "time/step_s",
 )
 HIGHER_IS_BETTER = (
-    "reward/mean", "reward/success", "reward/pass_at_", "eval/reward_mean", "eval/success", "eval/pass_at_",
-    "replay/agreement", "train/sharing_ratio", "train/packing_efficiency", "train/balance",
+    "reward/mean",
+    "reward/success",
+    "reward/pass_at_",
+    "eval/reward_mean",
+    "eval/success",
+    "eval/pass_at_",
+    "routing_replay/agreement",
+    "train/sharing_ratio",
+    "train/packing_efficiency",
+    "train/balance",
 )
-LOWER_IS_BETTER = ("mismatch/", "replay/conflict_rate", "time/")
+LOWER_IS_BETTER = ("mismatch/", "routing_replay/conflict_rate", "time/")
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 1180px; margin: 2em auto; padding: 0 1em }
@@ -42,7 +66,9 @@ details.trajectory > summary { cursor: pointer } .turn { margin: .8em 0 0 1em }
 .success { color: #1a7f37; font-weight: 600 } .failure { color: #b3541e; font-weight: 600 }
 .special { color: #6b3fa0; font-weight: 600; margin: 0 .15em }
 .untrained { color: #8a93a3; text-decoration: underline dotted }
-""" + "".join(f".p{i} {{ background: rgba(240, 110, 20, {i * 0.075:.3f}) }}\n" for i in range(SHADES))
+""" + "".join(
+    f".p{i} {{ background: rgba(240, 110, 20, {i * 0.075:.3f}) }}\n" for i in range(SHADES)
+)
 
 
 @dataclass
@@ -55,20 +81,28 @@ class Played:
     problems: list[str] = field(default_factory=list)  # why something is missing
 
 
-def render(name: str, config: dict, rows: list[dict], curves_png: bytes | None, played: Played) -> str:
+def render(
+    name: str, config: dict, rows: list[dict], curves_png: bytes | None, played: Played
+) -> str:
     body = [
         f"<h1>{visible(name)}</h1>",
         _facts(config, rows),
-        "<h2>Metrics</h2>", *_metrics(rows),
+        "<h2>Metrics</h2>",
+        *_metrics(rows),
         *_curves(curves_png),
-        "<h2>Trajectories</h2>", *_trajectories(played),
+        "<h2>Trajectories</h2>",
+        *_trajectories(played),
     ]
     forbids = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-    return "\n".join([
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{forbids}">',
-        f"<title>{visible(name)}</title><style>{STYLE}</style></head><body>", *body, "</body></html>\n",
-    ])
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{forbids}">',
+            f"<title>{visible(name)}</title><style>{STYLE}</style></head><body>",
+            *body,
+            "</body></html>\n",
+        ]
+    )
 
 
 def _curves(png: bytes | None) -> list[str]:
@@ -89,11 +123,21 @@ def _facts(config: dict, rows: list[dict]) -> str:
     last = max((row["step"] for row in rows), default=None)
     planned = setting(config, "train", "steps")
     facts = {
-        "model": setting(config, "model", "path"), "environment": setting(config, "env", "name"),
-        "loss": setting(config, "loss", "kind"), "seed": setting(config, "train", "seed"),
-        "steps": f"{last} of {planned}" if last and planned else last or None,  # an evaluation has none
+        "model": setting(config, "model", "path"),
+        "environment": setting(config, "env", "name"),
+        "loss": setting(config, "loss", "kind"),
+        "seed": setting(config, "train", "seed"),
+        "steps": f"{last} of {planned}"
+        if last and planned
+        else last or None,  # an evaluation has none
     }
-    return "<p>" + " · ".join(f"{name} <b>{visible(str(v))}</b>" for name, v in facts.items() if v is not None) + "</p>"
+    return (
+        "<p>"
+        + " · ".join(
+            f"{name} <b>{visible(str(v))}</b>" for name, v in facts.items() if v is not None
+        )
+        + "</p>"
+    )
 
 
 # ---------------------------------------------------------------- metrics
@@ -102,7 +146,10 @@ def _facts(config: dict, rows: list[dict]) -> str:
 def _metrics(rows: list[dict]) -> Iterator[str]:
     """A table of the most important ones, and one of the others to be opened."""
     order = {name: i for i, name in enumerate(MEANINGS)}
-    names = sorted({name for row in rows for name in row} - {"step"}, key=lambda n: (order.get(n, len(order)), n))
+    names = sorted(
+        {name for row in rows for name in row} - {"step"},
+        key=lambda n: (order.get(n, len(order)), n),
+    )
     found = {name: points for name in names if (points := series(rows, name))}
     if not found:
         yield '<p class="note">There are no metrics yet.</p>'
@@ -120,7 +167,13 @@ def _table(metrics: dict[str, Series]) -> str:
 
 def _row(name: str, points: Series) -> str:
     finite = [(step, value) for step, value in points if math.isfinite(value)]
-    better = max if name.startswith(HIGHER_IS_BETTER) else min if name.startswith(LOWER_IS_BETTER) else None
+    better = (
+        max
+        if name.startswith(HIGHER_IS_BETTER)
+        else min
+        if name.startswith(LOWER_IS_BETTER)
+        else None
+    )
     best = _cell(*better(finite, key=lambda point: point[1])) if better and finite else "<td></td>"
     values = [value for _, value in finite]
     spread = f"{_number(min(values))} – {_number(max(values))}" if values else ""
@@ -149,8 +202,10 @@ def _trajectories(played: Played) -> Iterator[str]:
         return
     total = sum(len(group.trajectories) for group in played.groups)
     shown = list(_chosen(played.groups))
-    yield f'<p class="note">{len(shown)} of the {total} trajectories in {visible(played.source)}, ' \
-          "the best and the worst of each prompt.</p>"
+    yield (
+        f'<p class="note">{len(shown)} of the {total} trajectories in {visible(played.source)}, '
+        "the best and the worst of each prompt.</p>"
+    )
     yield _legend()
     yield from (_trajectory(t, played.speller, is_open=i == 0) for i, t in enumerate(shown))
 
@@ -169,7 +224,9 @@ def _chosen(groups: list[Group]) -> Iterator[Trajectory]:
 
 
 def _legend() -> str:
-    shades = "".join(f'<span class="p{i}"> {-i / SHADES_PER_NAT:.1f} </span>' for i in range(SHADES))
+    shades = "".join(
+        f'<span class="p{i}"> {-i / SHADES_PER_NAT:.1f} </span>' for i in range(SHADES)
+    )
     return (
         f"<p>Response tokens by the logprob they were sampled with: {shades}. "
         '<span class="untrained">Underlined</span>: not trained on. '
@@ -180,10 +237,12 @@ def _legend() -> str:
 
 def _trajectory(trajectory: Trajectory, speller: Speller, is_open: bool) -> str:
     success = succeeded(trajectory)
-    told = ", ".join(f"{name} {value}"[:TOLD_CHARACTERS] for name, value in trajectory.env_metrics.items())
+    told = ", ".join(
+        f"{name} {value}"[:TOLD_CHARACTERS] for name, value in trajectory.env_metrics.items()
+    )
     turns = len(trajectory.steps)
     heading = (
-        f'prompt {trajectory.group_id}, sample {trajectory.index}: '
+        f"prompt {trajectory.group_id}, sample {trajectory.index}: "
         f'<span class="{"success" if success else "failure"}">reward {trajectory.reward:g}</span>, '
         f"{turns} turn{'s' * (turns != 1)}, ended by {visible(trajectory.stop_reason)} <small>{visible(told)}</small>"
     )
@@ -199,9 +258,11 @@ def _trajectory(trajectory: Trajectory, speller: Speller, is_open: bool) -> str:
 def _turn(step: Step, before: np.ndarray, speller: Speller) -> str:
     """The prompt from where it leaves `before`, the tokens of the turn before; and the response."""
     seen = _common_prefix(before, step.prompt_ids)
-    known = f'<small>{seen} tokens as in the turn before, then</small> ' if seen else ""
-    prompt = _both_ends(len(step.prompt_ids) - seen,
-                        lambda part: prompt_html(step.prompt_ids[seen:][part].tolist(), speller))
+    known = f"<small>{seen} tokens as in the turn before, then</small> " if seen else ""
+    prompt = _both_ends(
+        len(step.prompt_ids) - seen,
+        lambda part: prompt_html(step.prompt_ids[seen:][part].tolist(), speller),
+    )
     response = _both_ends(len(step.response_ids), lambda part: response_html(step, speller, part))
     return (
         f'<div class="turn">turn {step.index + 1}: finish <b>{visible(step.finish)}</b>, reward {step.reward:g}, '

@@ -30,7 +30,11 @@ class Speller:
 
     def __init__(self, tokenizer=None):
         self.tokenizer = tokenizer
-        self.special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()} if tokenizer else set()
+        self.special = (
+            {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+            if tokenizer
+            else set()
+        )
 
     def pieces(self, ids: list[int]) -> list[str]:
         """One per token, together the decoded text; empty where a token is the beginning of a character.
@@ -55,7 +59,9 @@ class Speller:
         return found
 
     def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
 
 def prompt_html(ids: list[int], speller: Speller) -> str:
@@ -73,12 +79,16 @@ def response_html(step: Step, speller: Speller, part: slice) -> str:
     logprobs = [None] * len(ids) if step.logprobs is None else step.logprobs[part].tolist()
     at = range(len(step.response_ids))[part]
     spans = []
-    for j, id, piece, logprob, version, counts in zip(at, ids, speller.pieces(ids), logprobs, versions, trained):
+    for j, id, piece, logprob, version, counts in zip(
+        at, ids, speller.pieces(ids), logprobs, versions, trained
+    ):
         classes = [] if logprob is None else [f"p{_shade(logprob)}"]
         classes += ["special"] * (id in speller.special) + ["untrained"] * (not counts)
         told = f"id {id} · {_told(logprob)} · version {version} · {'trained' if counts else 'not trained'}"
         text = visible(piece).replace("\n", "↵\n") or "▫"
-        spans.append(f'<span class="{" ".join(classes)}" title="{told}{_experts(step, j)}">{text}</span>')
+        spans.append(
+            f'<span class="{" ".join(classes)}" title="{told}{_experts(step, j)}">{text}</span>'
+        )
     return "".join(spans)
 
 
@@ -101,4 +111,6 @@ def _experts(step: Step, token: int) -> str:
     row = len(step.prompt_ids) + token - step.routing_start
     if not 0 <= row < len(step.routing):
         return ""
-    return " · experts " + " | ".join(",".join(map(str, layer)) for layer in step.routing[row].tolist())
+    return " · experts " + " | ".join(
+        ",".join(map(str, layer)) for layer in step.routing[row].tolist()
+    )

@@ -14,19 +14,16 @@ from pathlib import Path
 
 import yaml
 
-from megastep.errors import ReportError
 from megastep.config import Config
-from megastep.samples import store
-from megastep.samples.metrics import rollout_metrics
+from megastep.errors import ReportError
 from megastep.redaction import redacted
 from megastep.report import curves, page
 from megastep.report.tokens import Speller
-
+from megastep.samples import store
+from megastep.samples.metrics import rollout_metrics
 
 LATEST = "rollouts/latest.safetensors"  # run.report_prompts of the newest step, without routing
 LAST_STEP = 10**12  # more than any run has, and drawable
-
-
 
 
 # ---------------------------------------------------------------- metrics
@@ -36,7 +33,13 @@ class MetricsLog:
     """One JSON object per step. Resuming cuts what was logged after the checkpoint, so that no step is there twice."""
 
     def __init__(
-        self, folder: Path, from_step: int, wandb_mode: str, config: dict, tensorboard: bool = False, **wandb_place
+        self,
+        folder: Path,
+        from_step: int,
+        wandb_mode: str,
+        config: dict,
+        tensorboard: bool = False,
+        **wandb_place,
     ):
         """`config` goes to wandb; `wandb_place`: project, entity and id there."""
         self.path = folder / "metrics.jsonl"
@@ -51,8 +54,16 @@ class MetricsLog:
     @classmethod
     def of_run(cls, folder: Path, from_step: int, config: Config) -> "MetricsLog":
         run = config.run
-        return cls(folder, from_step, run.wandb, redacted(asdict(config)), run.tensorboard,
-                   project=run.wandb_project, entity=run.wandb_entity, id=run.wandb_id)
+        return cls(
+            folder,
+            from_step,
+            run.wandb,
+            redacted(asdict(config)),
+            run.tensorboard,
+            project=run.wandb_project,
+            entity=run.wandb_entity,
+            id=run.wandb_id,
+        )
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         with self.path.open("a") as file:
@@ -103,15 +114,22 @@ def read_metrics(folder: Path) -> list[dict]:
             row = json.loads(line)
         except json.JSONDecodeError:
             break  # the last line of a run that was killed while it wrote
-        except (RecursionError, ValueError) as error:  # too deep, or a number of thousands of digits
-            raise ReportError(f"{path}: line {number}: not readable as JSON: {str(error)[:120]}") from None
+        except (
+            RecursionError,
+            ValueError,
+        ) as error:  # too deep, or a number of thousands of digits
+            raise ReportError(
+                f"{path}: line {number}: not readable as JSON: {str(error)[:120]}"
+            ) from None
         rows.append(_checked_row(row, f"{path}: line {number}"))
     return rows
 
 
 def _checked_row(row: object, where: str) -> dict:
     if not isinstance(row, dict):
-        raise ReportError(f"{where}: holds a {type(row).__name__}; an object such as {{\"step\": 1}} is needed")
+        raise ReportError(
+            f'{where}: holds a {type(row).__name__}; an object such as {{"step": 1}} is needed'
+        )
     step = row.get("step")
     if type(step) is not int or not 0 <= step <= LAST_STEP:
         raise ReportError(f"{where}: step is {step!r:.40}; a whole number from 0 on is needed")
@@ -119,7 +137,12 @@ def _checked_row(row: object, where: str) -> dict:
 
 
 def _start_wandb(
-    folder: Path, mode: str, config: dict, is_new: bool, project: str = "megastep", entity: str | None = None,
+    folder: Path,
+    mode: str,
+    config: dict,
+    is_new: bool,
+    project: str = "megastep",
+    entity: str | None = None,
     id: str | None = None,
 ):
     if mode == "disabled":
@@ -154,7 +177,9 @@ def _wandb_id(folder: Path, is_new: bool) -> str:
 def _start_tensorboard(folder: Path, from_step: int):
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1)  # hides what a resumed run does again
+    return SummaryWriter(
+        str(folder / "tensorboard"), purge_step=from_step + 1
+    )  # hides what a resumed run does again
 
 
 # ---------------------------------------------------------------- the report
@@ -199,7 +224,9 @@ def _replace(path: Path, content: bytes) -> None:
 
 def _rows(folder: Path) -> list[dict]:
     if not any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
-        raise ReportError(f"{folder}: not a run directory; it has neither config.yaml nor metrics.jsonl")
+        raise ReportError(
+            f"{folder}: not a run directory; it has neither config.yaml nor metrics.jsonl"
+        )
     rows = read_metrics(folder)
     evaluation = folder / "metrics.json"  # of `megastep eval`
     if not rows and evaluation.is_file():
@@ -220,8 +247,14 @@ def _config(folder: Path) -> dict:
     path = folder / "config.yaml"
     try:
         found = yaml.safe_load(path.read_text()) if path.is_file() else {}
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: not text, a date that is none
-        raise ReportError(f"{path}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
+    except (
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+    ) as error:  # ValueError: not text, a date that is none
+        raise ReportError(
+            f"{path}: not readable as YAML: {' '.join(str(error).split())[:200]}"
+        ) from None
     return found if isinstance(found, dict) else {}
 
 
@@ -241,8 +274,11 @@ def _played(folder: Path, config: dict, rows: list[dict]) -> page.Played:
 
 def _newest_rollouts(folder: Path, rows: list[dict]) -> Path | None:
     """`latest` holds some prompts of the newest step; a file of that step with all of them is better."""
-    numbered = {int(found[1]): path for path in folder.glob("rollouts/step_*.safetensors")
-                if (found := re.fullmatch(r"step_(\d+)\.safetensors", path.name))}
+    numbered = {
+        int(found[1]): path
+        for path in folder.glob("rollouts/step_*.safetensors")
+        if (found := re.fullmatch(r"step_(\d+)\.safetensors", path.name))
+    }
     newest = numbered.get(max(numbered, default=None))
     candidates = [folder / LATEST, newest, folder / "rollouts.safetensors"]
     if rows and newest is not None and max(numbered) >= rows[-1]["step"]:
@@ -252,8 +288,8 @@ def _newest_rollouts(folder: Path, rows: list[dict]) -> Path | None:
 
 def _speller(config: dict, source: str) -> tuple[Speller, list[str]]:
     """`source`: where a model can be named."""
-    from megastep.rollout.renderer import load_tokenizer
     from megastep.errors import RenderError
+    from megastep.rollout.renderer import load_tokenizer
 
     model = page.setting(config, "model", "path")
     if not isinstance(model, str):

@@ -39,8 +39,8 @@ from megastep.rollout.env import Env, Message, Outcome, answer, checked_outcome,
 from megastep.rollout.generation import Generate, Generation, Sampling
 from megastep.rollout.renderer import Renderer
 from megastep.rollout.watch import STRETCH_S, LoopWatch, open_stretch, timed, warn
-from megastep.types import Step, Trajectory
 from megastep.samples.validation import recorded_tokens
+from megastep.types import Step, Trajectory
 
 CLOSE_TIMEOUT_S = 10.0
 CANCEL_TIMEOUT_S = 5.0  # for an environment to end after it was cancelled
@@ -78,7 +78,9 @@ class Agent:
     seed: int | str = 0
     watch: LoopWatch = field(default_factory=LoopWatch)
 
-    async def play(self, make_env: Callable[[], Env], group_id: int, index: int, session: str) -> Trajectory:
+    async def play(
+        self, make_env: Callable[[], Env], group_id: int, index: int, session: str
+    ) -> Trajectory:
         """Never raises because of the environment or the engine; cancellation passes through, the episode closed."""
         episode = _Episode(self, make_env, group_id, index, session)
         task = asyncio.create_task(episode.whole())
@@ -93,7 +95,9 @@ class Agent:
             return episode.trajectory(_Stop("env_error", "error", "it cancelled its own task"))
         if task.done():
             return task.result()
-        return episode.trajectory(episode.stop or _Stop("env_timeout", "error", "it went on after it was cancelled"))
+        return episode.trajectory(
+            episode.stop or _Stop("env_timeout", "error", "it went on after it was cancelled")
+        )
 
 
 async def _leave_behind_unless_it_ends(task: asyncio.Task, episode: "_Episode") -> None:
@@ -104,15 +108,19 @@ async def _leave_behind_unless_it_ends(task: asyncio.Task, episode: "_Episode") 
     asyncio._unregister_task(task)  # or whoever closes the loop would wait for it
     _left_behind.add(task)
     task.add_done_callback(_left_behind.discard)
-    warn(f"environment {episode.env_name()}: went on after it was cancelled, and is left behind; it must not catch "
-         "asyncio.CancelledError without raising it again")
+    warn(
+        f"environment {episode.env_name()}: went on after it was cancelled, and is left behind; it must not catch "
+        "asyncio.CancelledError without raising it again"
+    )
 
 
 _left_behind: set[asyncio.Task] = set()  # the event loop itself holds tasks weakly
 
 
 class _Episode:
-    def __init__(self, agent: Agent, make_env: Callable[[], Env], group_id: int, index: int, session: str):
+    def __init__(
+        self, agent: Agent, make_env: Callable[[], Env], group_id: int, index: int, session: str
+    ):
         self.agent, self.make_env = agent, make_env
         self.group_id, self.index, self.session = group_id, index, session
         self.env: Env | None = None
@@ -120,7 +128,9 @@ class _Episode:
         self.recorded = Recorded()
         self.metrics: dict = {}
         self.stop: _Stop | None = None  # once it is over but for closing
-        self.late = asyncio.get_running_loop().create_future()  # has a result once the environment was late
+        self.late = (
+            asyncio.get_running_loop().create_future()
+        )  # has a result once the environment was late
         self.blocked_s = 0.0  # for which the environment held the event loop
 
     async def whole(self) -> Trajectory:
@@ -156,7 +166,9 @@ class _Episode:
 
     async def start(self) -> list[Message]:
         self.env = self.make_env()
-        return checked_start(await answer(self.env, "start"), self.agent.limits.max_observation_chars)
+        return checked_start(
+            await answer(self.env, "start"), self.agent.limits.max_observation_chars
+        )
 
     async def step(self, response_ids: np.ndarray) -> Outcome:
         made = await answer(self.env, "step", self.agent.renderer.text(response_ids), response_ids)
@@ -169,16 +181,20 @@ class _Episode:
         except _Late as late:
             raise _Stop("env_timeout", "error", str(late)) from None
         except (Exception, asyncio.CancelledError, SystemExit) as error:
-            _refuse_own_cancellation(error)
+            _check_own_cancellation(error)
             raise _Stop("env_error", "error", told(error)) from None
 
     async def limited(self, seconds: float, method: Callable, *arguments):
         """The result of a method; _Late after some time, cancelled or not."""
-        alarm = asyncio.get_running_loop().call_later(seconds, lambda: self.late.done() or self.late.set_result(None))
+        alarm = asyncio.get_running_loop().call_later(
+            seconds, lambda: self.late.done() or self.late.set_result(None)
+        )
         try:
             async with asyncio.timeout(seconds) as clock:
                 name = method.__name__
-                made = await timed(method(*arguments), lambda: self.who(name), lambda s: self.watched(name, s))
+                made = await timed(
+                    method(*arguments), lambda: self.who(name), lambda s: self.watched(name, s)
+                )
         except (Exception, asyncio.CancelledError):
             if not clock.expired():
                 raise
@@ -196,7 +212,11 @@ class _Episode:
             self.blocked_s += stretch_s
 
     def who(self, method: str) -> str:
-        return "the environment's __init__" if self.env is None else f"environment {self.env_name()}: {method}()"
+        return (
+            "the environment's __init__"
+            if self.env is None
+            else f"environment {self.env_name()}: {method}()"
+        )
 
     def env_name(self) -> str:
         return "that could not be made" if self.env is None else type(self.env).__name__
@@ -204,7 +224,9 @@ class _Episode:
     def render(self, method: Callable, *arguments):
         """What cannot be rendered or encoded is the environment's: it said it."""
         try:
-            with open_stretch(lambda: f"environment {self.env_name()}: the chat template, on its messages,"):
+            with open_stretch(
+                lambda: f"environment {self.env_name()}: the chat template, on its messages,"
+            ):
                 return method(*arguments)
         except Exception as error:
             raise _Stop("env_error", "error", told(error)) from None
@@ -219,11 +241,15 @@ class _Episode:
             seed=call_seed(agent.seed, self.group_id, self.index, len(self.steps)),
         )
         try:
-            made = await agent.generate(prompt_ids, sampling, session=self.session,
-                                        routing_start=self.recorded.tokens(prompt_ids),
-                                        routing_version=self.recorded.version)
+            made = await agent.generate(
+                prompt_ids,
+                sampling,
+                session=self.session,
+                routing_start=self.recorded.tokens(prompt_ids),
+                routing_version=self.recorded.version,
+            )
         except (Exception, asyncio.CancelledError) as error:
-            _refuse_own_cancellation(error)
+            _check_own_cancellation(error)
             raise _Stop("engine_error", "error", told(error)) from None
         step = make_step(len(self.steps), prompt_ids, made, agent.renderer)
         self.recorded.add(step, made)
@@ -247,8 +273,12 @@ class _Episode:
             return
         try:
             await self.limited(CLOSE_TIMEOUT_S, close)
-        except (Exception, asyncio.CancelledError, SystemExit) as error:  # the episode is over: what it gave stands
-            _refuse_own_cancellation(error)
+        except (
+            Exception,
+            asyncio.CancelledError,
+            SystemExit,
+        ) as error:  # the episode is over: what it gave stands
+            _check_own_cancellation(error)
             self.metrics.setdefault("error", f"close: {told(error)}")
 
 
@@ -263,8 +293,16 @@ def make_step(index: int, prompt_ids: np.ndarray, made: Generation, renderer: Re
         versions = versions.copy() if len(versions) else np.array([[0, 0]], np.int32)
         versions[-1, 1] += 1  # counted with the last sampled one
     return Step(
-        index=index, last=False, prompt_ids=prompt_ids, response_ids=ids, loss_mask=trained, logprobs=logprobs,
-        versions=versions, finish=made.finish, routing=made.routing, routing_start=made.routing_start,
+        index=index,
+        last=False,
+        prompt_ids=prompt_ids,
+        response_ids=ids,
+        loss_mask=trained,
+        logprobs=logprobs,
+        versions=versions,
+        finish=made.finish,
+        routing=made.routing,
+        routing_start=made.routing_start,
     )
 
 
@@ -298,8 +336,7 @@ def call_seed(seed: int | str, group_id: int, index: int, turn: int) -> int:
     return int.from_bytes(digest, "little") >> 2  # fits an int64 everywhere
 
 
-def _refuse_own_cancellation(error: BaseException) -> None:
+def _check_own_cancellation(error: BaseException) -> None:
     """Passes on what cancels the episode; one that leaks out of somebody's client is a failure like others."""
     if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
         raise error
-

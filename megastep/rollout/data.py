@@ -24,15 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from megastep.errors import DataError, EnvError
 from megastep.config import DataConfig
+from megastep.errors import DataError, EnvError
 from megastep.rollout.env import Env, lone_surrogate, one_line, told
 
 GENERATED = "generated"
 SHOWN_PROBLEMS = 5
 DEFAULT_SPLIT = "train"
-
-
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,11 @@ def load_data(config: DataConfig, env: type[Env], seed: int) -> tuple[list[dict]
     if config.eval is not None:
         return rows, read_rows(config.eval, env, config.generated_rows, seed + 1)
     if config.held_out >= len(rows):
-        raise DataError([f"data.held_out = {config.held_out}: {config.train} has {len(rows)} rows; hold out fewer"])
+        raise DataError(
+            [
+                f"data.held_out = {config.held_out}: {config.train} has {len(rows)} rows; hold out fewer"
+            ]
+        )
     order = np.random.default_rng([seed, 0x5B117]).permutation(len(rows)).tolist()
     cut = len(rows) - config.held_out
     return [rows[i] for i in sorted(order[:cut])], [rows[i] for i in sorted(order[cut:])]
@@ -58,7 +60,9 @@ def load_data(config: DataConfig, env: type[Env], seed: int) -> tuple[list[dict]
 
 def read_rows(source: str, env: type[Env], generated_rows: int, seed: int) -> list[dict[str, Any]]:
     rows, problems = [], []
-    for where, row in _generated(env, generated_rows, seed) if source == GENERATED else _located(source):
+    for where, row in (
+        _generated(env, generated_rows, seed) if source == GENERATED else _located(source)
+    ):
         problem = row if isinstance(row, str) else _row_problem(row, env)
         if problem:
             problems.append(f"{where}: {problem}")
@@ -66,7 +70,10 @@ def read_rows(source: str, env: type[Env], generated_rows: int, seed: int) -> li
             rows.append(row)
     if problems:
         more = len(problems) - SHOWN_PROBLEMS
-        raise DataError(problems[:SHOWN_PROBLEMS] + ([f"{source}: {more} more rows like these"] if more > 0 else []))
+        raise DataError(
+            problems[:SHOWN_PROBLEMS]
+            + ([f"{source}: {more} more rows like these"] if more > 0 else [])
+        )
     if not rows:
         raise DataError([f"{source}: has no rows"])
     return rows
@@ -81,7 +88,11 @@ def _located(source: str) -> Iterator[tuple[str, dict | str]]:
     elif source.endswith(".parquet"):
         yield from _parquet_rows(source)
     else:
-        raise DataError([f"{source}: not a data set; FILE.jsonl, FILE.parquet, hf:PLACE or {GENERATED} is needed"])
+        raise DataError(
+            [
+                f"{source}: not a data set; FILE.jsonl, FILE.parquet, hf:PLACE or {GENERATED} is needed"
+            ]
+        )
 
 
 def _generated(env: type[Env], count: int, seed: int) -> Iterator[tuple[str, dict]]:
@@ -91,7 +102,9 @@ def _generated(env: type[Env], count: int, seed: int) -> Iterator[tuple[str, dic
         except EnvError:
             raise
         except (Exception, SystemExit) as error:
-            raise EnvError(f"data.train = {GENERATED}: {env.__name__}.generate raised {told(error)}") from None
+            raise EnvError(
+                f"data.train = {GENERATED}: {env.__name__}.generate raised {told(error)}"
+            ) from None
         yield f"{GENERATED}: row {i + 1}", _object(row)
 
 
@@ -133,7 +146,11 @@ def _json_object(line: bytes) -> dict | str:
 
 
 def _object(row: Any) -> dict | str:
-    return row if isinstance(row, dict) else f"holds a {type(row).__name__}; an object with columns is needed"
+    return (
+        row
+        if isinstance(row, dict)
+        else f"holds a {type(row).__name__}; an object with columns is needed"
+    )
 
 
 def _parquet_rows(source: str) -> Iterator[tuple[str, dict]]:
@@ -143,7 +160,9 @@ def _parquet_rows(source: str) -> Iterator[tuple[str, dict]]:
     try:
         table = pyarrow.parquet.read_table(source)
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError([f"{source}: cannot be read as Parquet ({' '.join(str(error).split())[:160]})"]) from None
+        raise DataError(
+            [f"{source}: cannot be read as Parquet ({' '.join(str(error).split())[:160]})"]
+        ) from None
     try:
         rows = table.to_pylist()
     except (ValueError, OverflowError) as error:  # text that is no UTF-8, times beyond Python's
@@ -157,14 +176,22 @@ def _hf_rows(source: str) -> Iterator[tuple[str, dict]]:
 
     place, _, split = source.removeprefix("hf:").partition(":")
     try:
-        found = datasets.load_from_disk(place) if Path(place).is_dir() else datasets.load_dataset(place)
-    except Exception as error:  # the library raises many kinds, for hubs out of reach as for wrong names
+        found = (
+            datasets.load_from_disk(place) if Path(place).is_dir() else datasets.load_dataset(place)
+        )
+    except (
+        Exception
+    ) as error:  # the library raises many kinds, for hubs out of reach as for wrong names
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         raise DataError([f"{source}: cannot be loaded ({why})"]) from None
     if isinstance(found, datasets.DatasetDict):
         split = split or DEFAULT_SPLIT
         if split not in found:
-            raise DataError([f"{source}: has no split {split}; write hf:{place}:SPLIT with one of {', '.join(found)}"])
+            raise DataError(
+                [
+                    f"{source}: has no split {split}; write hf:{place}:SPLIT with one of {', '.join(found)}"
+                ]
+            )
         found = found[split]
     elif split:
         raise DataError([f"{source}: has no splits; write hf:{place}"])
@@ -209,11 +236,18 @@ class PromptStream:
 
     def seek(self, position: dict[str, int]) -> None:
         """Refuses a position among other rows: the number of a prompt would stand for another one there."""
-        other = [f"{name} {position.get(name)}, not {ours}" for name, ours in self._identity.items()
-                 if position.get(name) != ours]
+        other = [
+            f"{name} {position.get(name)}, not {ours}"
+            for name, ours in self._identity.items()
+            if position.get(name) != ours
+        ]
         if other:
-            raise DataError([f"data.train: is not what the checkpoint was trained on ({'; '.join(other)}); to train "
-                             "its weights on other prompts, export them and begin a run with model.path"])
+            raise DataError(
+                [
+                    f"data.train: is not what the checkpoint was trained on ({'; '.join(other)}); to train "
+                    "its weights on other prompts, export them and begin a run with model.path"
+                ]
+            )
         self._go_to(position["epoch"], position["index"])
 
     @cached_property
@@ -221,7 +255,12 @@ class PromptStream:
         """Of the prompts and their order, by a sample of the rows."""
         shown = self.rows[:: max(len(self.rows) // 1000, 1)]
         checksum = zlib.crc32(json.dumps(shown, default=str).encode())
-        return {"rows": len(self.rows), "checksum": checksum, "seed": self.seed, "shuffle": int(self.shuffle)}
+        return {
+            "rows": len(self.rows),
+            "checksum": checksum,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+        }
 
     def _go_to(self, epoch: int, index: int) -> None:
         self.epoch, self.index, self.order = epoch, index, self._order(epoch)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megastep.models.architecture import read_architecture
 from megastep.config import Config
 from megastep.distributed.processes import send_output_to
+from megastep.models.architecture import read_architecture
 from megastep.rollout.generation import Generation, Sampling
 
 _CPU_BATCH_TOKENS = 4096
@@ -92,15 +92,23 @@ class Engine:
     # ------------------------------------------------------------ generation
 
     @ends_without_core
-    async def generate(self, prompt_ids: np.ndarray, sampling: Sampling, name: str, routing_start: int,
-                       routing_version: int | None = None) -> Generation:
+    async def generate(
+        self,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        name: str,
+        routing_start: int,
+        routing_version: int | None = None,
+    ) -> Generation:
         await self.takes_calls.wait()  # the version it will be computed with is known afterwards
         if routing_version not in (None, self.version):
             routing_start = 0
         call = Running(runs=[[self.version, 0]])
         self.running.add(call)
         try:
-            output = await self._answer(call, prompt_ids, _sampling_params(sampling, routing_start), name)
+            output = await self._answer(
+                call, prompt_ids, _sampling_params(sampling, routing_start), name
+            )
         except ValueError as error:  # vLLM's own class would make the caller import vLLM
             raise ValueError(str(error)) from None
         finally:
@@ -198,7 +206,9 @@ def _forget_shared_memory_names() -> None:
     import psutil
 
     for process in psutil.Process().children(recursive=True):
-        for path in {mapped.path for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm/")}:
+        for path in {
+            mapped.path for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm/")
+        }:
             Path(path).unlink(missing_ok=True)
 
 
@@ -226,8 +236,13 @@ def _arguments(config: Config, setup: Setup) -> dict:
     arch, engine = read_architecture(config.model.path), config.engine
     max_model_len = engine.max_model_len or arch.max_positions
     # A prompt that is computed in parts makes vLLM rewind the random numbers of its call, which those of a CPU cannot.
-    batches = {} if setup.has_gpu else dict(
-        enable_chunked_prefill=False, max_num_batched_tokens=max(max_model_len, _CPU_BATCH_TOKENS)
+    batches = (
+        {}
+        if setup.has_gpu
+        else dict(
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(max_model_len, _CPU_BATCH_TOKENS),
+        )
     )
     return dict(
         model=config.model.path,
@@ -297,5 +312,9 @@ def run_lengths(runs: list[list[int]], tokens: int) -> np.ndarray:
     [[3, 5], [4, 3]]
     """
     ends = [start for _, start in runs[1:]] + [tokens]
-    rows = [(version, end - start) for (version, start), end in zip(runs, ends, strict=True) if end > start]
+    rows = [
+        (version, end - start)
+        for (version, start), end in zip(runs, ends, strict=True)
+        if end > start
+    ]
     return np.array(rows, np.int32).reshape(-1, 2)

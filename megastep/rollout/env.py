@@ -57,13 +57,15 @@ BUILT_IN = {
     "skyrl": "megastep.envs.skyrl:SkyRL",
 }
 
-SIGNATURES = {"start": "(self)", "step": "(self, text, ids)", "close": "(self)"}  # all of them async
+SIGNATURES = {
+    "start": "(self)",
+    "step": "(self, text, ids)",
+    "close": "(self)",
+}  # all of them async
 METRICS_CHARACTERS = 100_000  # of an outcome, as JSON
 STATES = range(-(2**63), 2**63)  # what the columns of a rollout file hold
 
 Message = dict[str, str]  # role, content; what a chat template takes
-
-
 
 
 class Outcome(NamedTuple):
@@ -73,11 +75,15 @@ class Outcome(NamedTuple):
     reward: float = 0.0  # of this turn; a trajectory's is the sum
     done: bool = False
     metrics: dict[str, Any] = {}  # JSON values; a later turn replaces an earlier one's of that name
-    state: int | None = None  # names where the episode now stands, for estimators that compare such places
+    state: int | None = (
+        None  # names where the episode now stands, for estimators that compare such places
+    )
 
 
 class Env(ABC):
-    columns: ClassVar[dict[str, type]] = {}  # of a row of the data set, with their types; a row may have more
+    columns: ClassVar[
+        dict[str, type]
+    ] = {}  # of a row of the data set, with their types; a row may have more
 
     def __init__(self, row: dict[str, Any]):
         self.row = row
@@ -154,20 +160,28 @@ def _imported(module: str, attribute: str, shown: str) -> Any:
 def _check_class(env: type[Env], shown: str) -> None:
     """What can be seen of a class before it is used."""
     if inspect.isabstract(env):
-        missing = " and ".join(f"async def {name}{SIGNATURES[name]}" for name in sorted(env.__abstractmethods__))
+        missing = " and ".join(
+            f"async def {name}{SIGNATURES[name]}" for name in sorted(env.__abstractmethods__)
+        )
         raise EnvError(f"{shown}: {env.__name__} lacks {missing}")
     for name, signature in SIGNATURES.items():
         method = inspect.unwrap(getattr(env, name))
         if inspect.isfunction(method) and not inspect.iscoroutinefunction(method):
             raise EnvError(f"{shown}: {not_async(env, name)}")
         if inspect.isfunction(method) and not _takes(method, signature.count(",") + 1):
-            raise EnvError(f"{shown}: {env.__name__}.{name} takes {inspect.signature(method)}; write async def "
-                           f"{name}{signature}")
+            raise EnvError(
+                f"{shown}: {env.__name__}.{name} takes {inspect.signature(method)}; write async def "
+                f"{name}{signature}"
+            )
     columns = env.columns
-    fits = isinstance(columns, dict) and all(isinstance(n, str) and inspect.isclass(k) for n, k in columns.items())
+    fits = isinstance(columns, dict) and all(
+        isinstance(n, str) and inspect.isclass(k) for n, k in columns.items()
+    )
     if not fits:
-        raise EnvError(f"{shown}: {env.__name__}.columns is {short(columns)}; write {{name: type}}, such as "
-                       '{"question": str}')
+        raise EnvError(
+            f"{shown}: {env.__name__}.columns is {short(columns)}; write {{name: type}}, such as "
+            '{"question": str}'
+        )
 
 
 def _takes(method: Callable, arguments: int) -> bool:
@@ -185,7 +199,9 @@ def not_async(env: type[Env], method: str) -> str:
 def check_options(env: type[Env], options: dict[str, Any]) -> None:
     with _inspected(f"env.name: {env.__name__}.__init__"):
         parameters = list(inspect.signature(env).parameters.values())
-    if not any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
+    if not any(
+        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters
+    ):
         raise EnvError(f"env.name: {env.__name__} takes no row; write def __init__(self, row, ...)")
     parameters = parameters[1:]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -220,14 +236,17 @@ def checked_start(messages: Any, max_characters: int) -> list[Message]:
 
 def checked_messages(messages: Any, max_characters: int) -> list[Message]:
     ok = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in messages
     )
     if not ok:
         raise EnvError(f"expected chat messages with role and content, got {short(messages)}")
     characters = sum(len(text) for m in messages for text in m.values() if isinstance(text, str))
     if characters > max_characters:
         # Not shortened: that would change the task, and nobody would know.
-        raise EnvError(f"messages of {characters} characters; rollout.max_observation_chars = {max_characters}")
+        raise EnvError(
+            f"messages of {characters} characters; rollout.max_observation_chars = {max_characters}"
+        )
     return messages
 
 
@@ -248,7 +267,12 @@ def checked_outcome(outcome: Any, max_characters: int) -> Outcome:
 def _checked_reward(reward: Any) -> float:
     try:
         number = float(reward)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one: of a tensor with several elements
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ):  # the last one: of a tensor with several elements
         number = math.nan
     if isinstance(reward, (str, bytes)) or not math.isfinite(number):
         raise EnvError(f"step() returned the reward {short(reward)}; a finite number is needed")
@@ -269,7 +293,9 @@ def _checked_state(state: Any) -> int | None:
     except TypeError:
         raise EnvError(f"step() returned the state {short(state)}; an int is needed") from None
     if number not in STATES:
-        raise EnvError(f"step() returned the state {short(state)}; it must fit 64 bits: take hash(...) % 2**63")
+        raise EnvError(
+            f"step() returned the state {short(state)}; it must fit 64 bits: take hash(...) % 2**63"
+        )
     return number
 
 
@@ -279,16 +305,22 @@ def _checked_metrics(metrics: Any) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvError(f"step() returned the metrics {short(metrics)}: {one_line(error)}") from None
     if len(text) > METRICS_CHARACTERS:
-        raise EnvError(f"step() returned metrics of {len(text)} characters; at most {METRICS_CHARACTERS} are recorded")
+        raise EnvError(
+            f"step() returned metrics of {len(text)} characters; at most {METRICS_CHARACTERS} are recorded"
+        )
     if "\\ud" in text and (where := lone_surrogate(json.loads(text))):
         raise EnvError(f"step() returned metrics that are no Unicode text: {where}")
     metrics = json.loads(text)
     for name, value in metrics.items():
         if isinstance(value, int) and abs(value) > sys.float_info.max:
-            raise EnvError(f"step() returned the metric {name} = {short(value)}; it must fit a float")
+            raise EnvError(
+                f"step() returned the metric {name} = {short(value)}; it must fit a float"
+            )
     success = metrics.get("success", True)
     if not isinstance(success, (bool, int, float)):
-        raise EnvError(f"step() returned the metric success = {short(success)}; True, False or a number is needed")
+        raise EnvError(
+            f"step() returned the metric success = {short(success)}; True, False or a number is needed"
+        )
     return metrics
 
 
@@ -333,7 +365,11 @@ def short(value: Any) -> str:
 
 def _shown(name: str) -> str:
     """As it was written, unless that cannot be read."""
-    return name if name.isprintable() and name.strip() == name != "" and len(name) <= 80 else short(name)
+    return (
+        name
+        if name.isprintable() and name.strip() == name != "" and len(name) <= 80
+        else short(name)
+    )
 
 
 def told(error: BaseException) -> str:

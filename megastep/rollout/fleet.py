@@ -28,18 +28,19 @@ import numpy as np
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from megastep.errors import EngineError
 from megastep.config import EngineConfig
+from megastep.errors import EngineError
 from megastep.rollout.generation import Generation, Sampling
 
-_GONE = (RayActorError, OutOfMemoryError)  # Ray kills actors where memory runs out, and does not call that a death
+_GONE = (
+    RayActorError,
+    OutOfMemoryError,
+)  # Ray kills actors where memory runs out, and does not call that a death
 _SESSIONS_KEPT = 1 << 16  # the oldest are forgotten; their next call just misses a cache
 
 
-
-
 @dataclass(eq=False)
-class Seat:
+class EngineSlot:
     """One engine's place in the fleet; the actor in it may be replaced."""
 
     index: int
@@ -56,14 +57,19 @@ class Fleet:
     """`spawn(index)` starts an actor; `refresh(handle, serve)` gives it the policy's weights and then calls `serve`;
     None: it has its own."""
 
-    def __init__(self, spawn: Callable[[int], Any], settings: EngineConfig,
-                 refresh: Callable[[Any, Callable[[], None]], None] | None = None, log: str | None = None):
+    def __init__(
+        self,
+        spawn: Callable[[int], Any],
+        settings: EngineConfig,
+        refresh: Callable[[Any, Callable[[], None]], None] | None = None,
+        log: str | None = None,
+    ):
         self._spawn, self._settings, self._refresh = spawn, settings, refresh
         self._log = log  # where the engines say more
-        self._sessions: OrderedDict[str, Seat] = OrderedDict()
+        self._sessions: OrderedDict[str, EngineSlot] = OrderedDict()
         self._names = itertools.count()
         self._closing = False
-        self.seats = [Seat(index, spawn(index)) for index in range(settings.count)]
+        self.slots = [EngineSlot(index, spawn(index)) for index in range(settings.count)]
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Condition()  # an engine began to serve, or is gone
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
@@ -78,16 +84,23 @@ class Fleet:
         self._run(self._open())
 
     async def generate(
-        self, prompt_ids: np.ndarray, sampling: Sampling, *, session: str, routing_start: int = 0,
+        self,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        *,
+        session: str,
+        routing_start: int = 0,
         routing_version: int | None = None,
     ) -> Generation:
         """See `generation.Generate`."""
-        call = self._generate(np.asarray(prompt_ids, np.int32), sampling, session, (routing_start, routing_version))
+        call = self._generate(
+            np.asarray(prompt_ids, np.int32), sampling, session, (routing_start, routing_version)
+        )
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
     def serving(self) -> list[Any]:
         """The actors that answer calls now."""
-        return [seat.handle for seat in self.seats if seat.serving]
+        return [slot.handle for slot in self.slots if slot.serving]
 
     def pause(self, finish_calls: bool = False) -> None:
         """Freeze every call in flight, or let it finish; calls that come meanwhile wait."""
@@ -106,8 +119,8 @@ class Fleet:
     def close(self) -> None:
         """Calls in flight end with an error."""
         self._closing = True
-        for seat in self.seats:
-            ray.kill(seat.handle)
+        for slot in self.slots:
+            ray.kill(slot.handle)
         self._run(self._drop_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
@@ -123,136 +136,157 @@ class Fleet:
 
     # ------------------------------------------------------------ calls
 
-    async def _generate(self, prompt_ids: np.ndarray, sampling: Sampling, session: str,
-                        routing: tuple[int, int | None]) -> Generation:
+    async def _generate(
+        self,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        session: str,
+        routing: tuple[int, int | None],
+    ) -> Generation:
         while True:
-            seat = await self._choose(session)
-            handle = seat.handle
+            slot = await self._choose(session)
+            handle = slot.handle
             # A name of its own for each attempt: an engine that is asked twice would confuse the two.
-            reference = handle.generate.remote(prompt_ids, sampling, f"call-{next(self._names)}", *routing)
-            seat.in_flight += 1
+            reference = handle.generate.remote(
+                prompt_ids, sampling, f"call-{next(self._names)}", *routing
+            )
+            slot.in_flight += 1
             try:
                 return await asyncio.wait_for(_result(reference), self._settings.request_timeout_s)
             except _GONE as error:
-                await self._lose(seat, handle, _how_it_ended(error))
+                await self._lose(slot, handle, _how_it_ended(error))
             except RayTaskError as error:
                 raise EngineError(f"an engine refused a call: {error.cause}") from None
             except TimeoutError:
                 timeout = self._settings.request_timeout_s
-                await self._lose(seat, handle, f"no answer in engine.request_timeout_s = {timeout}")
+                await self._lose(slot, handle, f"no answer in engine.request_timeout_s = {timeout}")
             except asyncio.CancelledError:
                 ray.cancel(reference)
                 raise
             finally:
-                seat.in_flight -= 1
+                slot.in_flight -= 1
 
-    async def _choose(self, session: str) -> Seat:
+    async def _choose(self, session: str) -> EngineSlot:
         async with self._changed:
-            await self._changed.wait_for(lambda: any(s.serving for s in self.seats) or self._all_gone())
+            await self._changed.wait_for(
+                lambda: any(s.serving for s in self.slots) or self._all_gone()
+            )
         if self._all_gone():
-            reasons = "; ".join(f"{seat.index}: {seat.lost_why}" for seat in self.seats)
-            raise EngineError(f"every engine is gone: {reasons}" + (f"; see {self._log}" if self._log else ""))
-        seat = self._sessions.get(session)
-        if seat is None or not seat.serving:
-            seat = min((s for s in self.seats if s.serving), key=lambda s: (s.in_flight, s.index))
-        self._sessions[session] = seat
+            reasons = "; ".join(f"{slot.index}: {slot.lost_why}" for slot in self.slots)
+            raise EngineError(
+                f"every engine is gone: {reasons}" + (f"; see {self._log}" if self._log else "")
+            )
+        slot = self._sessions.get(session)
+        if slot is None or not slot.serving:
+            slot = min((s for s in self.slots if s.serving), key=lambda s: (s.in_flight, s.index))
+        self._sessions[session] = slot
         self._sessions.move_to_end(session)
         if len(self._sessions) > _SESSIONS_KEPT:
             self._sessions.popitem(last=False)
-        return seat
+        return slot
 
     def _all_gone(self) -> bool:
-        return all(not s.serving and s.restarts > self._settings.restarts for s in self.seats)
+        return all(not s.serving and s.restarts > self._settings.restarts for s in self.slots)
 
     # ------------------------------------------------------------ engines
 
     async def _start(self) -> None:
-        await asyncio.gather(*(self._build(seat) for seat in self.seats))
+        await asyncio.gather(*(self._build(slot) for slot in self.slots))
 
-    async def _build(self, seat: Seat) -> None:
+    async def _build(self, slot: EngineSlot) -> None:
         timeout = self._settings.start_timeout_s
         try:
-            seat.pid = await asyncio.wait_for(_result(seat.handle.start.remote()), timeout)
+            slot.pid = await asyncio.wait_for(_result(slot.handle.start.remote()), timeout)
         except TimeoutError:
-            raise EngineError(f"engine {seat.index} did not start in engine.start_timeout_s = {timeout}") from None
+            raise EngineError(
+                f"engine {slot.index} did not start in engine.start_timeout_s = {timeout}"
+            ) from None
 
     async def _open(self) -> None:
-        for seat in self.seats:
-            self._serve(seat)
+        for slot in self.slots:
+            self._serve(slot)
         async with self._changed:
             self._changed.notify_all()
 
-    def _serve(self, seat: Seat) -> None:
-        seat.serving = True
-        seat.task = asyncio.ensure_future(self._watch(seat, seat.handle))
+    def _serve(self, slot: EngineSlot) -> None:
+        slot.serving = True
+        slot.task = asyncio.ensure_future(self._watch(slot, slot.handle))
 
-    async def _watch(self, seat: Seat, handle: Any) -> None:
+    async def _watch(self, slot: EngineSlot, handle: Any) -> None:
         """Ask after the engine's health until it is lost."""
-        while seat.serving and seat.handle is handle:
+        while slot.serving and slot.handle is handle:
             await asyncio.sleep(self._settings.health_every_s)
             try:
-                await asyncio.wait_for(_result(handle.check.remote()), self._settings.health_timeout_s)
+                await asyncio.wait_for(
+                    _result(handle.check.remote()), self._settings.health_timeout_s
+                )
             except _GONE as error:
-                await self._lose(seat, handle, _how_it_ended(error))
+                await self._lose(slot, handle, _how_it_ended(error))
             except RayTaskError as error:
-                await self._lose(seat, handle, f"its health check failed: {error.cause}")
+                await self._lose(slot, handle, f"its health check failed: {error.cause}")
             except TimeoutError:
-                await self._lose(seat, handle, "it did not answer a health check")
+                await self._lose(slot, handle, "it did not answer a health check")
 
-    async def _lose(self, seat: Seat, handle: Any, why: str) -> None:
+    async def _lose(self, slot: EngineSlot, handle: Any, why: str) -> None:
         """Kill the actor, so that it cannot answer any more, and begin again with a new one."""
-        if seat.handle is not handle or not seat.serving or self._closing:
+        if slot.handle is not handle or not slot.serving or self._closing:
             return  # another call has noticed before
-        seat.serving, seat.lost_why = False, why
+        slot.serving, slot.lost_why = False, why
         ray.kill(handle)
-        seat.task = asyncio.ensure_future(self._come_back(seat))
+        slot.task = asyncio.ensure_future(self._come_back(slot))
 
-    async def _come_back(self, seat: Seat) -> None:
-        while seat.restarts < self._settings.restarts and not self._closing:
-            seat.restarts += 1
+    async def _come_back(self, slot: EngineSlot) -> None:
+        while slot.restarts < self._settings.restarts and not self._closing:
+            slot.restarts += 1
             try:
-                seat.handle = self._spawn(seat.index)
-                await self._build(seat)
-                await self._join(seat)
-            except Exception as error:  # whatever keeps an engine from starting: try again, as often as allowed
-                seat.lost_why = f"did not restart: {error}"
-                ray.kill(seat.handle)
+                slot.handle = self._spawn(slot.index)
+                await self._build(slot)
+                await self._join(slot)
+            except (
+                Exception
+            ) as error:  # whatever keeps an engine from starting: try again, as often as allowed
+                slot.lost_why = f"did not restart: {error}"
+                ray.kill(slot.handle)
             else:
                 break
         else:
-            seat.restarts = self._settings.restarts + 1
+            slot.restarts = self._settings.restarts + 1
         async with self._changed:
             self._changed.notify_all()
 
-    async def _join(self, seat: Seat) -> None:
+    async def _join(self, slot: EngineSlot) -> None:
         """Serve, with the policy's weights. `refresh` calls back before it lets the next push begin, which then knows
         this engine."""
         if self._refresh is None:
-            return self._serve(seat)
+            return self._serve(slot)
 
         async def serve() -> None:
-            self._serve(seat)
+            self._serve(slot)
 
         def serve_now() -> None:
             """In the thread of `refresh`, which must not outlive a fleet that closes."""
             if not self._closing:
                 asyncio.run_coroutine_threadsafe(serve(), self._loop).result(timeout=10)
 
-        await asyncio.get_running_loop().run_in_executor(None, self._refresh, seat.handle, serve_now)
+        await asyncio.get_running_loop().run_in_executor(
+            None, self._refresh, slot.handle, serve_now
+        )
 
     async def _each(self, method: str, *arguments) -> None:
         """Call the engines that serve; one that dies meanwhile is lost, not an error."""
 
-        async def one(seat: Seat) -> None:
-            handle, timeout = seat.handle, self._settings.request_timeout_s
+        async def one(slot: EngineSlot) -> None:
+            handle, timeout = slot.handle, self._settings.request_timeout_s
             try:
                 await asyncio.wait_for(_result(getattr(handle, method).remote(*arguments)), timeout)
             except _GONE as error:
-                await self._lose(seat, handle, _how_it_ended(error))
+                await self._lose(slot, handle, _how_it_ended(error))
             except TimeoutError:
-                await self._lose(seat, handle, f"no answer to {method} in engine.request_timeout_s = {timeout}")
+                await self._lose(
+                    slot, handle, f"no answer to {method} in engine.request_timeout_s = {timeout}"
+                )
 
-        await asyncio.gather(*(one(seat) for seat in self.seats if seat.serving))
+        await asyncio.gather(*(one(slot) for slot in self.slots if slot.serving))
 
 
 def _how_it_ended(error: Exception) -> str:

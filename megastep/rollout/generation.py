@@ -21,17 +21,26 @@ class Generation:
     """One model call, as the engine saw it; the fields mean what those of `types.Step` mean."""
 
     ids: np.ndarray  # [R] i32, the sampled tokens, the stop token included
-    logprobs: np.ndarray  # [R] f32 under the distribution they were drawn from, temperature included
+    logprobs: (
+        np.ndarray
+    )  # [R] f32 under the distribution they were drawn from, temperature included
     versions: np.ndarray  # [V, 2] i32: a policy version, and how many of `ids` in a row it sampled
     finish: str  # stop | length | abort
-    routing: np.ndarray | None = None  # [n, L, K] u8 or i16: experts of the tokens routing_start, ...
+    routing: np.ndarray | None = (
+        None  # [n, L, K] u8 or i16: experts of the tokens routing_start, ...
+    )
     routing_start: int = 0
     cached_tokens: int = 0  # of the prompt, that the engine did not compute again
 
 
 class Generate(Protocol):
     async def __call__(
-        self, prompt_ids: np.ndarray, sampling: Sampling, *, session: str, routing_start: int = 0,
+        self,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        *,
+        session: str,
+        routing_start: int = 0,
         routing_version: int | None = None,
     ) -> Generation:
         """Continue `prompt_ids` [P] i32. Calls of one `session` (a trajectory) share prefixes and go to one engine;

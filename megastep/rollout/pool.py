@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megastep.errors import RolloutFailed
 from megastep import redaction
+from megastep.errors import RolloutFailed
 from megastep.rollout.agent import Agent
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env
 from megastep.samples.filters import FAILED
 from megastep.types import Group, Trajectory
-
-
 
 
 @dataclass
@@ -31,7 +29,9 @@ class Pool:
     label: str = "rollout"  # keeps the engine's sessions of different pools apart
 
     async def run(
-        self, prompts: Iterable[Prompt], on_trajectory: Callable[[Trajectory], None] = lambda trajectory: None
+        self,
+        prompts: Iterable[Prompt],
+        on_trajectory: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> list[Group]:
         """The groups in the order of the prompts; `on_trajectory` hears of each trajectory as it ends.
 
@@ -54,13 +54,16 @@ class Pool:
     async def play(self, prompt: Prompt, index: int) -> Trajectory:
         session = f"{self.label}/{prompt.id}/{index}"
         trajectory = await self.agent.play(
-            lambda: self.env(prompt.row, **redaction.resolved(self.options)), prompt.id, index, session
+            lambda: self.env(prompt.row, **redaction.resolved(self.options)),
+            prompt.id,
+            index,
+            session,
         )
         trajectory.env_metrics = redaction.hidden(trajectory.env_metrics)
         return trajectory
 
 
-def refuse_all_failed(groups: list[Group]) -> None:
+def check_not_all_failed(groups: list[Group]) -> None:
     """One failure is a number among the metrics; when nothing else happened there is nothing to go on with."""
     if all_failed(groups):
         trajectories = [t for group in groups for t in group.trajectories]

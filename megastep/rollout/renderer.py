@@ -44,8 +44,8 @@ from typing import Any
 import numpy as np
 
 from megastep.errors import RenderError
-from megastep.rollout.env import Message, one_line, told
 from megastep.redaction import hide
+from megastep.rollout.env import Message, one_line, told
 
 TRIAL_S = 5.0  # for the conversations that a template is tried with
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -54,15 +54,20 @@ _MARK = "b" + secrets.token_hex(8)
 _WORD = {"role": "user", "content": "?"}
 _ANSWER = {"role": "assistant", "content": "?"}
 _SYSTEM = {"role": "system", "content": "?"}
-_TRIALS = ([_WORD, _ANSWER, _WORD], [_SYSTEM, _WORD, _ANSWER, _WORD], [_WORD])  # a template may refuse some
+_TRIALS = (
+    [_WORD, _ANSWER, _WORD],
+    [_SYSTEM, _WORD, _ANSWER, _WORD],
+    [_WORD],
+)  # a template may refuse some
 _LENGTHS = (9, 200)  # turns of longer trials: a template may loop where there are many
 _LONG_TEXT = "? " * 1000
-_TEMPLATES_OWN = {"tools", "documents"}  # arguments of apply_chat_template that it passes on as they are
+_TEMPLATES_OWN = {
+    "tools",
+    "documents",
+}  # arguments of apply_chat_template that it passes on as they are
 _CHANNEL = re.compile(
     r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start)\|>|\Z)", re.DOTALL
 )
-
-
 
 
 def load_tokenizer(folder: str | Path):
@@ -70,20 +75,34 @@ def load_tokenizer(folder: str | Path):
 
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
         # transformers would make an empty one
-        raise RenderError(f"model.path = {folder}: has no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is needed")
+        raise RenderError(
+            f"model.path = {folder}: has no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is needed"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of any kind, from several libraries
-        raise RenderError(f"model.path = {folder}: its tokenizer cannot be loaded ({told(error)})") from None
+        raise RenderError(
+            f"model.path = {folder}: its tokenizer cannot be loaded ({told(error)})"
+        ) from None
     if not tokenizer.chat_template:
-        raise RenderError(f"model.path = {folder}: its tokenizer has no chat template; add a chat_template.jinja")
+        raise RenderError(
+            f"model.path = {folder}: its tokenizer has no chat template; add a chat_template.jinja"
+        )
     if tokenizer.eos_token_id is None:
-        raise RenderError(f"model.path = {folder}: its tokenizer has no eos_token; set one in tokenizer_config.json")
+        raise RenderError(
+            f"model.path = {folder}: its tokenizer has no eos_token; set one in tokenizer_config.json"
+        )
     return tokenizer
 
 
 class Renderer:
-    def __init__(self, tokenizer, mode: str, options: dict[str, Any] | None = None, stop_ids: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        tokenizer,
+        mode: str,
+        options: dict[str, Any] | None = None,
+        stop_ids: tuple[int, ...] = (),
+    ):
         """`options` are the template's, like enable_thinking; `stop_ids` end a response, as the tokenizer's eos."""
         self.tokenizer = tokenizer
         self.options = options or {}
@@ -92,11 +111,15 @@ class Renderer:
         self._history = {"tokens": TokenHistory, "chat": ChatHistory}[mode]
         self._has_channels = "<|channel|>" in tokenizer.get_vocab()
         special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-        self._special = sorted(special, key=len, reverse=True)  # longest first: one may begin as another does
+        self._special = sorted(
+            special, key=len, reverse=True
+        )  # longest first: one may begin as another does
         within(TRIAL_S, lambda: self._try_template(mode))
 
     @classmethod
-    def for_model(cls, folder: str | Path, mode: str, options: dict[str, Any] | None = None) -> "Renderer":
+    def for_model(
+        cls, folder: str | Path, mode: str, options: dict[str, Any] | None = None
+    ) -> "Renderer":
         tokenizer = load_tokenizer(folder)
         _check_options(tokenizer, options or {})
         stops = _generation_stops(Path(folder), max(tokenizer.get_vocab().values()))
@@ -114,7 +137,9 @@ class Renderer:
     def _try_template(self, mode: str) -> None:
         """Refuses a template that cannot be used. Learns which tokens that are not special tell turns apart, such as
         DeepSeek's <｜User｜>; `<think>` is a word that prompts may use, unless it is a special token."""
-        marked = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        marked = {
+            str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special
+        }
         control = {*self.tokenizer.all_special_tokens, *marked}
         self._set_control(control)
         problems = []
@@ -197,7 +222,9 @@ class Renderer:
             return {"role": "assistant", "content": text}
         thinking = "".join(said for name, said in channels if name == "analysis")
         content = "".join(said for name, said in channels if name != "analysis")
-        return {"role": "assistant", "content": content} | ({"thinking": thinking} if thinking else {})
+        return {"role": "assistant", "content": content} | (
+            {"thinking": thinking} if thinking else {}
+        )
 
     def _sampled_text(self, response_ids: np.ndarray) -> str:
         """The text of a response; a control token that was spelled out letter by letter is quoted."""
@@ -213,18 +240,28 @@ class Renderer:
     def _render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.options,
             )
         except Exception as error:  # templates are programs
             roles = hide(", ".join(m["role"] for m in messages))
-            raise RenderError(f"the chat template refuses messages of {roles[:80]}: {one_line(error)}") from None
+            raise RenderError(
+                f"the chat template refuses messages of {roles[:80]}: {one_line(error)}"
+            ) from None
 
     def _encode(self, text: str) -> np.ndarray:
         # The template has written the special tokens already.
         try:
-            pieces = [self.tokenizer.encode(piece, add_special_tokens=False) for piece in text.split(_MARK)]
+            pieces = [
+                self.tokenizer.encode(piece, add_special_tokens=False)
+                for piece in text.split(_MARK)
+            ]
         except Exception as error:
-            raise RenderError(f"the tokenizer refuses the text: {_why_refused(text, error)}") from None
+            raise RenderError(
+                f"the tokenizer refuses the text: {_why_refused(text, error)}"
+            ) from None
         return np.array(list(chain.from_iterable(pieces)), np.int32)
 
 
@@ -235,7 +272,9 @@ class TokenHistory:
 
     def extend(self, response_ids: np.ndarray, observation: list[Message]) -> None:
         """`response_ids` end with an end-of-turn token."""
-        self.prompt_ids = np.concatenate([self.prompt_ids, response_ids, self.renderer.after_response(observation)])
+        self.prompt_ids = np.concatenate(
+            [self.prompt_ids, response_ids, self.renderer.after_response(observation)]
+        )
 
 
 class ChatHistory:
@@ -266,18 +305,28 @@ def within(seconds: float, function: Callable[[], None]) -> None:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-        raise RenderError(f"the chat template takes longer than {seconds:g} s for trial conversations; has it a loop "
-                          "without end?")
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+        )
+        raise RenderError(
+            f"the chat template takes longer than {seconds:g} s for trial conversations; has it a loop "
+            "without end?"
+        )
     if raised:
         raise raised[0]
 
 
 def _check_options(tokenizer, options: dict[str, Any]) -> None:
-    taken = {"messages", "conversations", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    taken = {
+        "messages",
+        "conversations",
+        *inspect.signature(tokenizer.apply_chat_template).parameters,
+    }
     for name in options:
         if name in taken - _TEMPLATES_OWN:
-            raise RenderError(f"rollout.template.{name}: is not the template's, every rendering sets it; remove it")
+            raise RenderError(
+                f"rollout.template.{name}: is not the template's, every rendering sets it; remove it"
+            )
 
 
 def _generation_stops(folder: Path, largest: int) -> tuple[int, ...]:
@@ -295,7 +344,9 @@ def _generation_stops(folder: Path, largest: int) -> tuple[int, ...]:
     ids = () if found is None else tuple(found) if isinstance(found, list) else (found,)
     for id in ids:
         if type(id) is not int or not 0 <= id <= largest:
-            raise RenderError(f"{path}: eos_token_id has {str(id)[:40]!r}; token ids of 0 to {largest} are needed")
+            raise RenderError(
+                f"{path}: eos_token_id has {str(id)[:40]!r}; token ids of 0 to {largest} are needed"
+            )
     return ids
 
 

@@ -40,7 +40,9 @@ class Entry:
     """An outstanding prompt."""
 
     prompt: Prompt
-    begun: int | None = None  # training steps before its first episode; None: all of them wait for a place
+    begun: int | None = (
+        None  # training steps before its first episode; None: all of them wait for a place
+    )
     group: Group | None = None  # once it is complete
     task: asyncio.Task | None = None
 
@@ -67,17 +69,33 @@ class Interrupted(Exception):
 
 
 class GroupStream:
-    def __init__(self, pool: Pool, prompts: PromptStream, batch: int, steps: int, ahead: float = 0, on_stale="wait"):
+    def __init__(
+        self,
+        pool: Pool,
+        prompts: PromptStream,
+        batch: int,
+        steps: int,
+        ahead: float = 0,
+        on_stale="wait",
+    ):
         """Batches for `steps` training steps; nothing begins that none of them would take."""
-        self.pool, self.prompts, self.batch, self.steps, self.ahead = pool, prompts, batch, steps, ahead
-        self.max_age = math.ceil(ahead)
+        self.pool, self.prompts, self.batch, self.steps, self.ahead = (
+            pool,
+            prompts,
+            batch,
+            steps,
+            ahead,
+        )
+        self.max_staleness_versions = math.ceil(ahead)
         self.drops = on_stale == "drop"
         self.step = 0
         self._entries: dict[int, Entry] = {}  # outstanding, the oldest first
         self._gone: list[Entry] = []  # taken, or given up, for the step that is being collected
         self._wanted = 0  # groups that `take` waits for
         self._speed = Speed()
-        self._roots: set[asyncio.Task] = set()  # to be cancelled at the end, each once; they cancel what they began
+        self._roots: set[asyncio.Task] = (
+            set()
+        )  # to be cancelled at the end, each once; they cancel what they began
 
     def __enter__(self) -> "GroupStream":
         self._loop = asyncio.new_event_loop()
@@ -112,7 +130,9 @@ class GroupStream:
 
     # ------------------------------------------------------------ for the trainer's thread
 
-    def take(self, step: int, count: int | None = None, meanwhile: Callable[[], None] = lambda: None) -> Taken:
+    def take(
+        self, step: int, count: int | None = None, meanwhile: Callable[[], None] = lambda: None
+    ) -> Taken:
         """A batch for the training step after `step` others, in the order of the prompts; or `count` groups more for
         the same step. `meanwhile` is called every few seconds of waiting."""
         taken = self.submit(self._take(step, count))
@@ -166,7 +186,7 @@ class GroupStream:
         self.step, self._wanted = step, count
         if more is None:
             self._gone = []  # what was taken before has been trained on
-        waited, given_up = 0, self._give_up_old()
+        waited, given_up = 0, self._drop_stale()
         self._gone += given_up
         while True:
             if self._error is not None:
@@ -181,7 +201,9 @@ class GroupStream:
                 waited = max(waited, missing)
             if self._interrupted:
                 self._wanted = 0
-                self._entries = {entry.prompt.id: entry for entry in [*self._gone, *self._entries.values()]}
+                self._entries = {
+                    entry.prompt.id: entry for entry in [*self._gone, *self._entries.values()]
+                }
                 self._gone = []
                 raise Interrupted
             self._changed.clear()
@@ -191,7 +213,9 @@ class GroupStream:
             del self._entries[entry.prompt.id]
         self._gone += chosen
         self._begin()
-        return Taken([e.group for e in sorted(chosen, key=lambda e: e.prompt.id)], waited, len(given_up))
+        return Taken(
+            [e.group for e in sorted(chosen, key=lambda e: e.prompt.id)], waited, len(given_up)
+        )
 
     def _missing(self, chosen: list[Entry]) -> int:
         """How many groups that are not complete this batch has to wait for, so that every later one has a place for
@@ -200,15 +224,27 @@ class GroupStream:
             return 0
 
         def count(entries, steps: int) -> int:
-            return sum(e.begun is not None and e.begun + self.max_age <= self.step + steps for e in entries)
+            return sum(
+                e.begun is not None and e.begun + self.max_staleness_versions <= self.step + steps
+                for e in entries
+            )
 
         outstanding = self._entries.values()
-        short = max(count(outstanding, k) - k * self.batch - count(chosen, k) for k in range(self.max_age + 1))
-        return min(short, sum(entry.begun is not None and entry.group is None for entry in outstanding))
+        short = max(
+            count(outstanding, k) - k * self.batch - count(chosen, k)
+            for k in range(self.max_staleness_versions + 1)
+        )
+        return min(
+            short, sum(entry.begun is not None and entry.group is None for entry in outstanding)
+        )
 
-    def _give_up_old(self) -> list[Entry]:
+    def _drop_stale(self) -> list[Entry]:
         """Where training waits for groups there are none, unless a run goes on with less patience than it began."""
-        old = [e for e in self._entries.values() if e.begun is not None and e.begun + self.max_age < self.step]
+        old = [
+            e
+            for e in self._entries.values()
+            if e.begun is not None and e.begun + self.max_staleness_versions < self.step
+        ]
         for entry in old:
             if entry.task is not None:
                 entry.task.cancel()
@@ -246,7 +282,9 @@ class GroupStream:
             self._error = errors.exceptions[0]  # for whoever takes next
         except asyncio.CancelledError:
             if not asyncio.current_task().cancelling():  # by nobody here
-                self._error = RolloutFailed(f"an episode of prompt {entry.prompt.id} cancelled itself")
+                self._error = RolloutFailed(
+                    f"an episode of prompt {entry.prompt.id} cancelled itself"
+                )
             raise
         finally:
             self._speed.ends(tokens)
@@ -256,7 +294,9 @@ class GroupStream:
         """Groups of which every episode failed are played again: a run that such groups have ended could not go on
         with them."""
         entries = self._entries.values()
-        ready = [entry for entry in entries if entry.group is not None and not all_failed([entry.group])]
+        ready = [
+            entry for entry in entries if entry.group is not None and not all_failed([entry.group])
+        ]
         return StreamState(
             self.prompts.position(),
             [entry.prompt.id for entry in entries if entry not in ready],
@@ -266,7 +306,9 @@ class GroupStream:
 
     async def _restore(self, state: StreamState) -> None:
         for group, begun in zip(state.ready, state.ready_begun, strict=True):
-            self._entries[group.id] = Entry(self.prompts.prompt(group.id), begun, group)  # its tokens are that old
+            self._entries[group.id] = Entry(
+                self.prompts.prompt(group.id), begun, group
+            )  # its tokens are that old
         for id in state.unfinished:
             self._play(Entry(self.prompts.prompt(id)))
         if state.position:
@@ -298,4 +340,6 @@ class Speed:
 
 
 def sampled_tokens(groups: list[Group]) -> int:
-    return sum(int(step.loss_mask.sum()) for g in groups for t in g.trajectories for step in t.steps)
+    return sum(
+        int(step.loss_mask.sum()) for g in groups for t in g.trajectories for step in t.steps
+    )

@@ -1,24 +1,24 @@
 """What is played: the environment, its rows and the renderer of a configuration, all checked before anything starts.
 
-    task = Task.load(config)
-    groups = await task.pool(generate).run(task.stream().take(config.rollout.prompts))
-    held_out = await task.eval_pool(generate).run(task.eval_prompts())
+task = Task.load(config)
+groups = await task.pool(generate).run(task.stream().take(config.rollout.prompts))
+held_out = await task.eval_pool(generate).run(task.eval_prompts())
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+from megastep.config import Config, EvalConfig, RolloutConfig
 from megastep.errors import ConfigError, DataError, EnvError, RenderError, RolloutError
 from megastep.models.architecture import read_architecture
-from megastep.config import Config, EvalConfig, RolloutConfig
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import Prompt, PromptStream, load_data
 from megastep.rollout.env import BUILT_IN, Env, check_options, find_env, one_line, short, told
 from megastep.rollout.generation import Generate, Sampling
 from megastep.rollout.pool import Pool
 from megastep.rollout.renderer import Renderer
-from megastep.types import Group
 from megastep.samples.validation import validate
+from megastep.types import Group
 
 
 @dataclass
@@ -33,12 +33,16 @@ class Task:
     def load(cls, config: Config) -> "Task":
         """Raises ConfigError, EnvError, DataError or RenderError, of a line each, for what cannot be played."""
         if config.env.name is None:
-            raise ConfigError([f"env.name: must be given; one of {', '.join(sorted(BUILT_IN))}, or module:Class"])
+            raise ConfigError(
+                [f"env.name: must be given; one of {', '.join(sorted(BUILT_IN))}, or module:Class"]
+            )
         env = find_env(config.env.name)
         check_options(env, config.env.options)
         rows = load_data(config.data, env, config.train.seed)
-        renderer = Renderer.for_model(config.model.path, config.rollout.mode, config.rollout.template)
-        refuse_small_vocabulary(renderer, config)
+        renderer = Renderer.for_model(
+            config.model.path, config.rollout.mode, config.rollout.template
+        )
+        check_vocabulary(renderer, config)
         return cls(config, env, renderer, *rows)
 
     def stream(self) -> PromptStream:
@@ -46,7 +50,11 @@ class Task:
 
     def eval_prompts(self) -> list[Prompt]:
         if not self.eval_rows:
-            raise DataError(["data.held_out = 0: there is nothing to evaluate on; hold out rows or give data.eval"])
+            raise DataError(
+                [
+                    "data.held_out = 0: there is nothing to evaluate on; hold out rows or give data.eval"
+                ]
+            )
         return [Prompt(i, row) for i, row in enumerate(self.eval_rows[: self.config.eval.prompts])]
 
     def demonstrations(self) -> list[Group]:
@@ -65,8 +73,14 @@ class Task:
         return groups
 
     def _check_demonstrations(self, groups: Any, what: str) -> None:
-        if not isinstance(groups, list) or not groups or not all(isinstance(group, Group) for group in groups):
-            raise EnvError(f"{what} returned {short(groups)}; a list of megastep.types.Group is needed")
+        if (
+            not isinstance(groups, list)
+            or not groups
+            or not all(isinstance(group, Group) for group in groups)
+        ):
+            raise EnvError(
+                f"{what} returned {short(groups)}; a list of megastep.types.Group is needed"
+            )
         try:
             validate(groups, vocab=read_architecture(self.config.model.path).vocab)
         except RolloutError as error:
@@ -90,18 +104,31 @@ class Task:
             max_observation_chars=rollout.max_observation_chars,
         )
         sampling = Sampling(
-            max_tokens=rollout.max_response_tokens, temperature=sampled.temperature, top_p=sampled.top_p,
+            max_tokens=rollout.max_response_tokens,
+            temperature=sampled.temperature,
+            top_p=sampled.top_p,
             top_k=sampled.top_k,
         )
         # Prompts of both are numbered from 0: the label keeps their seeds apart.
-        agent = Agent(generate, self.renderer, limits, sampling, seed=f"{label}/{config.train.seed}")
-        return Pool(agent, self.env, sampled.samples_per_prompt, rollout.concurrency, config.env.options, label)
+        agent = Agent(
+            generate, self.renderer, limits, sampling, seed=f"{label}/{config.train.seed}"
+        )
+        return Pool(
+            agent,
+            self.env,
+            sampled.samples_per_prompt,
+            rollout.concurrency,
+            config.env.options,
+            label,
+        )
 
 
-def refuse_small_vocabulary(renderer: Renderer, config: Config) -> None:
+def check_vocabulary(renderer: Renderer, config: Config) -> None:
     """A token without a row in the embedding fails in a rank or an engine, in the middle of a run."""
     vocab = read_architecture(config.model.path).vocab
     highest = max(renderer.tokenizer.get_vocab().values())
     if highest >= vocab:
-        raise RenderError(f"model.path = {config.model.path}: its tokenizer has token ids up to {highest}, "
-                          f"vocab_size in config.json is {vocab}; the tokenizer is another model's")
+        raise RenderError(
+            f"model.path = {config.model.path}: its tokenizer has token ids up to {highest}, "
+            f"vocab_size in config.json is {vocab}; the tokenizer is another model's"
+        )

@@ -63,7 +63,9 @@ def _start_watching() -> None:
 
 
 def _watch() -> None:
-    told: dict[int, tuple[Stretch, int]] = {}  # by thread: the last stretch, and how often it was told of
+    told: dict[
+        int, tuple[Stretch, int]
+    ] = {}  # by thread: the last stretch, and how often it was told of
     while True:
         time.sleep(LOOK_EVERY_S)
         for thread, stretch in list(_open.items()):
@@ -73,7 +75,9 @@ def _watch() -> None:
             age_s = time.perf_counter() - stretch[1]
             if times < len(OPEN_S) and age_s >= OPEN_S[times]:
                 told[thread] = (stretch, times + 1)
-                warn(f"{stretch[0]()} has held the event loop for {age_s:.0f} s and goes on; every other episode waits")
+                warn(
+                    f"{stretch[0]()} has held the event loop for {age_s:.0f} s and goes on; every other episode waits"
+                )
 
 
 class LoopWatch:
@@ -86,19 +90,25 @@ class LoopWatch:
     def add(self, name: str, method: str, stretch_s: float) -> None:
         self._held_s += stretch_s
         if stretch_s >= STRETCH_S:
-            self._warn(f"environment {name}: {method}() held the event loop for {stretch_s:.1f} s at a stretch")
+            self._warn(
+                f"environment {name}: {method}() held the event loop for {stretch_s:.1f} s at a stretch"
+            )
         elapsed = time.perf_counter() - self._window
         if elapsed < WINDOW_S:
             return
         if self._held_s >= SHARE * elapsed:
-            self._warn(f"environment {name}: held the event loop for {self._held_s:.1f} of the last {elapsed:.1f} s")
+            self._warn(
+                f"environment {name}: held the event loop for {self._held_s:.1f} of the last {elapsed:.1f} s"
+            )
         self._window, self._held_s = time.perf_counter(), 0.0
 
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            warn(f"{what}, and every other episode waited; await what takes long, or put it in a thread "
-                 "(megastep.rollout.env.in_thread)")
+            warn(
+                f"{what}, and every other episode waited; await what takes long, or put it in a thread "
+                "(megastep.rollout.env.in_thread)"
+            )
 
 
 def warn(text: str) -> None:

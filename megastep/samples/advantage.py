@@ -33,7 +33,9 @@ OUTCOME = ("grpo", "grpo_nostd", "rloo", "maxrl")
 STEPWISE = ("step_returns", "gigpo")
 TEMPORAL = ("gae", "reinforce++")
 EPSILON = 1e-6  # in the denominators
-TOLERANCE = float(np.finfo(np.float32).eps)  # relative; environments often compute rewards in float32
+TOLERANCE = float(
+    np.finfo(np.float32).eps
+)  # relative; environments often compute rewards in float32
 
 
 def check_estimator(name: str) -> str | None:
@@ -48,7 +50,9 @@ def check_estimator(name: str) -> str | None:
     return f"must be one of {', '.join(OUTCOME + STEPWISE)}"
 
 
-def advantages(group: Group, estimator: str, gamma: float = 1.0, step_coef: float = 1.0) -> list[np.ndarray]:
+def advantages(
+    group: Group, estimator: str, gamma: float = 1.0, step_coef: float = 1.0
+) -> list[np.ndarray]:
     """One array per trajectory, one number per step."""
     problem = check_estimator(estimator)
     if problem:
@@ -56,14 +60,22 @@ def advantages(group: Group, estimator: str, gamma: float = 1.0, step_coef: floa
     rewards, sizes = outcomes(group)
     for trajectory, reward in zip(group.trajectories, rewards):
         if not np.isfinite(reward):
-            raise RolloutError([f"group {group.id}, trajectory {trajectory.index}: reward is {reward}, must be finite"])
+            raise RolloutError(
+                [
+                    f"group {group.id}, trajectory {trajectory.index}: reward is {reward}, must be finite"
+                ]
+            )
     if estimator == "maxrl" and rewards.min(initial=0) < 0:
-        raise RolloutError([
-            f"advantage.estimator = maxrl: needs rewards of 0 or more, got {rewards.min()} in group {group.id}"
-        ])
+        raise RolloutError(
+            [
+                f"advantage.estimator = maxrl: needs rewards of 0 or more, got {rewards.min()} in group {group.id}"
+            ]
+        )
     if estimator in OUTCOME:
         per_trajectory = _compare(_OUTCOME[estimator], rewards, sizes)
-        return [np.full(len(t.steps), a, np.float32) for t, a in zip(group.trajectories, per_trajectory)]
+        return [
+            np.full(len(t.steps), a, np.float32) for t, a in zip(group.trajectories, per_trajectory)
+        ]
     returns, return_sizes = [], []
     for trajectory in group.trajectories:
         step_rewards = [s.reward for s in trajectory.steps]
@@ -79,7 +91,9 @@ def advantages(group: Group, estimator: str, gamma: float = 1.0, step_coef: floa
 def outcomes(group: Group) -> tuple[np.ndarray, np.ndarray]:
     """The reward of each trajectory, and the sum of the absolute rewards of its steps."""
     rewards = np.array([t.reward for t in group.trajectories], np.float64)
-    return rewards, np.array([sum(abs(s.reward) for s in t.steps) for t in group.trajectories], np.float64)
+    return rewards, np.array(
+        [sum(abs(s.reward) for s in t.steps) for t in group.trajectories], np.float64
+    )
 
 
 def degenerate(values: np.ndarray, sizes: np.ndarray) -> bool:
@@ -92,7 +106,9 @@ def degenerate(values: np.ndarray, sizes: np.ndarray) -> bool:
     return len(values) < 2 or bool((values - rounding).max() <= (values + rounding).min())
 
 
-def _compare(formula: Callable[[np.ndarray], np.ndarray], values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def _compare(
+    formula: Callable[[np.ndarray], np.ndarray], values: np.ndarray, sizes: np.ndarray
+) -> np.ndarray:
     """The formula's advantages; exactly 0 where there is nothing to compare."""
     return np.zeros_like(values) if degenerate(values, sizes) else formula(values)
 
@@ -142,13 +158,20 @@ def step_returns(returns: list[np.ndarray], sizes: list[np.ndarray]) -> list[np.
     result = [np.zeros(len(r), np.float32) for r in returns]
     for t in range(max(map(len, returns), default=0)):
         members = [(i, t) for i, r in enumerate(returns) if t < len(r)]
-        for (i, _), advantage in zip(members, _compare(grpo_nostd, _at(members, returns), _at(members, sizes))):
+        for (i, _), advantage in zip(
+            members, _compare(grpo_nostd, _at(members, returns), _at(members, sizes))
+        ):
             result[i][t] = advantage
     return result
 
 
-def gigpo(episode: np.ndarray, returns: list[np.ndarray], sizes: list[np.ndarray], states: list[list],
-          step_coef: float) -> list[np.ndarray]:
+def gigpo(
+    episode: np.ndarray,
+    returns: list[np.ndarray],
+    sizes: list[np.ndarray],
+    states: list[list],
+    step_coef: float,
+) -> list[np.ndarray]:
     """A_episode + w · A_step; A_step compares the returns of steps that began in the same state.
 
     Feng et al. 2025, Group-in-Group Policy Optimization, eq. 3 to 8.
@@ -159,7 +182,9 @@ def gigpo(episode: np.ndarray, returns: list[np.ndarray], sizes: list[np.ndarray
         for t, state in enumerate(trajectory_states):
             anchors[state].append((i, t))
     for members in anchors.values():
-        for (i, t), advantage in zip(members, _compare(grpo, _at(members, returns), _at(members, sizes))):
+        for (i, t), advantage in zip(
+            members, _compare(grpo, _at(members, returns), _at(members, sizes))
+        ):
             result[i][t] += step_coef * advantage
     return [r.astype(np.float32) for r in result]
 

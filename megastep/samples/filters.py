@@ -24,7 +24,12 @@ from megastep.types import Group, Trajectory
 
 TRUNCATED = ("keep", "mask", "drop")
 CUT_OFF = ("length", "context")  # finish of a step that ran out of room
-FAILED = ("env_error", "env_timeout", "engine_error", "abort")  # stop_reason of a trajectory that proves nothing
+FAILED = (
+    "env_error",
+    "env_timeout",
+    "engine_error",
+    "abort",
+)  # stop_reason of a trajectory that proves nothing
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,16 @@ def truncated(groups: list[Group], policy: str) -> tuple[list[Group], list[Dropp
     kept, dropped = _drop(groups, _cut_off)
     if policy == "drop":
         return kept, dropped
-    masked = [replace(g, trajectories=[_mask(t) if _cut_off(t) else t for t in g.trajectories]) for g in groups]
+    masked = [
+        replace(g, trajectories=[_mask(t) if _cut_off(t) else t for t in g.trajectories])
+        for g in groups
+    ]
     return masked, [replace(d, reason=d.reason + ", masked") for d in dropped]
 
 
-def zero_variance(groups: list[Group], estimator: str, gamma: float = 1.0,
-                  step_coef: float = 1.0) -> tuple[list[Group], list[Dropped]]:
+def zero_variance(
+    groups: list[Group], estimator: str, gamma: float = 1.0, step_coef: float = 1.0
+) -> tuple[list[Group], list[Dropped]]:
     """Without the groups from which this estimator learns nothing."""
     kept, dropped = [], []
     for group in groups:
@@ -100,7 +109,9 @@ def _drop(groups: list[Group], reason) -> tuple[list[Group], list[Dropped]]:
     kept, dropped = [], []
     for group in groups:
         reasons = [reason(t) for t in group.trajectories]
-        dropped += [Dropped(group.id, t.index, why) for t, why in zip(group.trajectories, reasons) if why]
+        dropped += [
+            Dropped(group.id, t.index, why) for t, why in zip(group.trajectories, reasons) if why
+        ]
         left = [t for t, why in zip(group.trajectories, reasons) if not why]
         if left:
             kept.append(replace(group, trajectories=left))
@@ -115,4 +126,7 @@ def _cut_off(trajectory: Trajectory) -> str | None:
 
 
 def _mask(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, steps=[replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in trajectory.steps])
+    return replace(
+        trajectory,
+        steps=[replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in trajectory.steps],
+    )

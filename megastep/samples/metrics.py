@@ -65,8 +65,10 @@ def _turn_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
 def _older_routing(trajectory: Trajectory) -> int:
     """Steps that left out experts of their prompt, and were sampled by another version than the step that has them."""
     pairs = zip(trajectory.steps, trajectory.steps[1:])
-    return sum(s.routing_start > 0 and before.versions[-1:, 0].tolist() != s.versions[:1, 0].tolist()
-               for before, s in pairs)
+    return sum(
+        s.routing_start > 0 and before.versions[-1:, 0].tolist() != s.versions[:1, 0].tolist()
+        for before, s in pairs
+    )
 
 
 def succeeded(trajectory: Trajectory) -> bool:
@@ -79,18 +81,22 @@ def _pass_at_k(groups: list[Group]) -> dict[str, float]:
     smallest = min((n for n, _ in counts), default=0)
     metrics, k = {}, 1
     while k <= smallest:
-        metrics |= _mean(f"reward/pass_at_{k}", [1 - comb(n - c, k) / comb(n, k) for n, c in counts])
+        metrics |= _mean(
+            f"reward/pass_at_{k}", [1 - comb(n - c, k) / comb(n, k) for n, c in counts]
+        )
         k *= 2
     return metrics
 
 
 def filter_metrics(dropped: list[Dropped], trajectories: int) -> dict[str, float]:
     """`trajectories`: how many went in."""
-    share = {"filter/dropped_share": len(dropped) / trajectories} if trajectories else {}
+    share = {"filter/dropped_fraction": len(dropped) / trajectories} if trajectories else {}
     return {"filter/dropped": len(dropped)} | share
 
 
-def layout_metrics(report: FoldReport, micro_batches: list[list[MicroBatch]], budget_tokens: int) -> dict[str, float]:
+def layout_metrics(
+    report: FoldReport, micro_batches: list[list[MicroBatch]], budget_tokens: int
+) -> dict[str, float]:
     """Of one mini-batch, over all ranks. Fillers count as what they cost and as nothing else."""
     all_batches = [m for rank in micro_batches for m in rank]
     real = [sum(m.real_tokens for m in rank) for rank in micro_batches]
@@ -101,21 +107,33 @@ def layout_metrics(report: FoldReport, micro_batches: list[list[MicroBatch]], bu
         "train/tokens_distinct": report.tokens_distinct,
         "train/tokens_computed": sum(len(m.trie) for m in all_batches),
         "train/micro_batches": len(micro_batches[0]),
-        "train/fillers": sum(m.real_tokens == 0 for m in all_batches),
+        "train/paddings": sum(m.real_tokens == 0 for m in all_batches),
         "train/packing_efficiency": sum(real) / (budget_tokens * len(all_batches)),
     }
     if report.tokens_distinct:
         metrics["train/sharing_ratio"] = report.tokens_before / report.tokens_distinct
         metrics["train/balance"] = float(np.mean(real) / max(real))
     if report.tokens_replayed:
-        metrics["replay/conflict_rate"] = report.routes_conflicting / max(report.routes_compared, 1)
-        metrics["replay/free_fraction"] = report.tokens_free / (report.tokens_free + report.tokens_replayed)
+        metrics["routing_replay/conflict_rate"] = report.routes_conflicting / max(
+            report.routes_compared, 1
+        )
+        metrics["routing_replay/free_fraction"] = report.tokens_free / (
+            report.tokens_free + report.tokens_replayed
+        )
     return metrics
 
 
-_COUNTS = ("train/sequences_before_merge", "train/sequences_after_merge", "train/tokens_before_merge",
-           "train/tokens_distinct", "train/tokens_computed", "train/tokens_trained", "train/micro_batches",
-           "train/fillers", "train/empty_mini_batches")
+_COUNTS = (
+    "train/sequences_before_merge",
+    "train/sequences_after_merge",
+    "train/tokens_before_merge",
+    "train/tokens_distinct",
+    "train/tokens_computed",
+    "train/tokens_trained",
+    "train/micro_batches",
+    "train/paddings",
+    "train/empty_mini_batches",
+)
 
 
 def over_mini_batches(metrics: list[dict[str, float]]) -> dict[str, float]:
@@ -140,7 +158,9 @@ def _mean(name: str, values) -> dict[str, float]:
 
 
 def _mean_max(name: str, values) -> dict[str, float]:
-    return {f"{name}_mean": float(np.mean(values)), f"{name}_max": max(values)} if len(values) else {}
+    return (
+        {f"{name}_mean": float(np.mean(values)), f"{name}_max": max(values)} if len(values) else {}
+    )
 
 
 def _shares(prefix: str, names: list[str]) -> dict[str, float]:

@@ -6,14 +6,14 @@
     join           a bin → one forest, padded to the alignment
 
 Expert parallelism spans data-parallel ranks, so every rank runs the same number of micro-batches. Where there is
-nothing left to run, a filler stands in: one padding sequence and one loss row of weight 0 that belongs to nobody, so
+nothing left to run, a padding stands in: one padding sequence and one loss row of weight 0 that belongs to nobody, so
 that forward, backward and their collectives run and add nothing.
 
 Invariants, held by the tests, for every budget, alignment and number of ranks:
 
     every loss row is in exactly one micro-batch, unchanged; the rows of one step are in the same one
     no micro-batch has more tokens than the budget, padding included; its length is a multiple of the alignment
-    every rank has the same number of micro-batches; fillers have weight 0
+    every rank has the same number of micro-batches; paddings have weight 0
 """
 
 import heapq
@@ -23,7 +23,7 @@ from collections import deque
 import numpy as np
 
 from megastep.samples.trie import restrict
-from megastep.types import FILLER, Group, LossTable, MicroBatch, Routes, Trie
+from megastep.types import PADDING, Group, LossTable, MicroBatch, Routes, Trie
 
 
 def mini_batches(groups: list[Group], prompts: int) -> list[list[Group]]:
@@ -33,8 +33,14 @@ def mini_batches(groups: list[Group], prompts: int) -> list[list[Group]]:
     return [groups[a:b] for a, b in zip(bounds, bounds[1:])]
 
 
-def pack(tries: list[Trie], ranks: int, budget_tokens: int, align_tokens: int = 1,
-         attention_tokens: int = 24_576, rounds_of: int = 1) -> list[list[MicroBatch]]:
+def pack(
+    tries: list[Trie],
+    ranks: int,
+    budget_tokens: int,
+    align_tokens: int = 1,
+    attention_tokens: int = 24_576,
+    rounds_of: int = 1,
+) -> list[list[MicroBatch]]:
     """Micro-batches of each rank. Empties `tries`: each is let go as soon as its tokens are in a micro-batch.
 
     rounds_of: the number of micro-batches per rank is a multiple of it; interleaved pipelines need that of their depth.
@@ -46,7 +52,9 @@ def pack(tries: list[Trie], ranks: int, budget_tokens: int, align_tokens: int = 
         parts += cut(tries.pop(), budget)
     parts.reverse()
     shape = next((part.routes.shape for part in parts if part.routes is not None), None)
-    costs = [len(part) + float(part.position.sum(dtype=np.int64)) / attention_tokens for part in parts]
+    costs = [
+        len(part) + float(part.position.sum(dtype=np.int64)) / attention_tokens for part in parts
+    ]
     bins = _fill_bins([len(part) for part in parts], costs, budget, ranks * rounds_of)
     result = []
     for rank_bins in _deal(bins, costs, ranks):
@@ -105,8 +113,10 @@ def check_lengths(groups: list[Group], budget_tokens: int, align_tokens: int) ->
 
 
 def _too_long(group: int, trajectory: int, step: int, tokens: int, budget: int) -> ValueError:
-    return ValueError(f"group {group}, trajectory {trajectory}, step {step}: {tokens} tokens in one path do not fit a "
-                      f"micro-batch of {budget}; raise train.micro_batch_tokens")
+    return ValueError(
+        f"group {group}, trajectory {trajectory}, step {step}: {tokens} tokens in one path do not fit a "
+        f"micro-batch of {budget}; raise train.micro_batch_tokens"
+    )
 
 
 def _best_cuts(path: list[int], shared: list[int], budget: int) -> list[int]:
@@ -137,7 +147,9 @@ def _best_cuts(path: list[int], shared: list[int], budget: int) -> list[int]:
 # ---------------------------------------------------------------- bins and ranks
 
 
-def _fill_bins(tokens: list[int], costs: list[float], budget: int, multiple: int) -> list[list[int]]:
+def _fill_bins(
+    tokens: list[int], costs: list[float], budget: int, multiple: int
+) -> list[list[int]]:
     """Parts per bin: as few bins as best-fit finds, up to the multiple, then filled evenly if that fits too."""
     tight = _best_fit(tokens, budget)
     count = -(-max(len(tight), 1) // multiple) * multiple
@@ -197,7 +209,7 @@ def join(parts: list[Trie], align: int, shape: tuple[int, int] | None) -> MicroB
     real = sum(map(len, parts))
     padding = -real % align if parts else align
     if padding:
-        parts = parts + [_padding(padding, filler=not parts)]
+        parts = parts + [_padding(padding, padding=not parts)]
     at = np.cumsum([0] + [len(part) for part in parts]).tolist()
     trie = Trie(
         tokens=np.concatenate([part.tokens for part in parts]),
@@ -209,13 +221,18 @@ def join(parts: list[Trie], align: int, shape: tuple[int, int] | None) -> MicroB
     return MicroBatch(trie, real)
 
 
-def _padding(tokens: int, filler: bool) -> Trie:
-    """A sequence that nobody looks at; the row of a filler gives a loss, and so a backward pass, that is 0."""
-    rows = 1 if filler else 0
+def _padding(tokens: int, padding: bool) -> Trie:
+    """A sequence that nobody looks at; the row of a padding gives a loss, and so a backward pass, that is 0."""
+    rows = 1 if padding else 0
     zero = np.zeros(rows, np.int32)
-    nobody = np.full(rows, FILLER, np.int32)
+    nobody = np.full(rows, PADDING, np.int32)
     loss = LossTable(zero, zero, *[zero.astype(np.float32)] * 3, nobody, nobody, nobody)
-    return Trie(np.zeros(tokens, np.int32), np.arange(tokens, dtype=np.int32), np.full(tokens, tokens, np.int32), loss)
+    return Trie(
+        np.zeros(tokens, np.int32),
+        np.arange(tokens, dtype=np.int32),
+        np.full(tokens, tokens, np.int32),
+        loss,
+    )
 
 
 def _join_losses(tables: list[LossTable], at: list[int]) -> LossTable:
@@ -229,4 +246,6 @@ def _join_losses(tables: list[LossTable], at: list[int]) -> LossTable:
 def _join_routes(parts: list[Trie], at: list[int], shape: tuple[int, int]) -> Routes:
     routed = [(part.routes, first) for part, first in zip(parts, at) if part.routes is not None]
     starts = [np.zeros(0, np.int32)] + [routes.start + np.int32(first) for routes, first in routed]
-    return Routes(np.concatenate(starts), [rows for routes, _ in routed for rows in routes.rows], shape)
+    return Routes(
+        np.concatenate(starts), [rows for routes, _ in routed for rows in routes.rows], shape
+    )

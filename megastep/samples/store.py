@@ -1,4 +1,4 @@
-'''Rollouts on disk: one safetensors file per batch, flat columns with offsets, and a JSON header.
+"""Rollouts on disk: one safetensors file per batch, flat columns with offsets, and a JSON header.
 
 Offsets: entry i owns offsets[i] to offsets[i + 1] of the column below it. G groups, N trajectories, S steps.
 
@@ -58,7 +58,7 @@ A file can be written with numpy alone. Two samples of one prompt, one step each
         file.write(struct.pack("<Q", len(text)) + text)
         for name, column in sorted(columns.items(), key=lambda item: -item[1].itemsize):
             file.write(column.tobytes())
-'''
+"""
 
 import json
 import math
@@ -74,30 +74,58 @@ from pathlib import Path
 import numpy as np
 
 from megastep.errors import RolloutError, StoreError
-from megastep.types import FINISHES, Group, Step, Trajectory
 from megastep.samples.validation import validate
+from megastep.types import FINISHES, Group, Step, Trajectory
 
 FORMAT = "megastep.rollouts"
 VERSION = 2
 CHECKSUMS = "checksums"
-DTYPES = {"I64": "<i8", "F64": "<f8", "I32": "<i4", "F32": "<f4", "I16": "<i2", "U8": "|u1", "BOOL": "|b1"}
+DTYPES = {
+    "I64": "<i8",
+    "F64": "<f8",
+    "I32": "<i4",
+    "F32": "<f4",
+    "I16": "<i2",
+    "U8": "|u1",
+    "BOOL": "|b1",
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Every column with its possible types and its axes. Others may be in a file; nobody reads them.
 COLUMNS = {
-    "group/id": ("I64", 1), "group/trajectories": ("I64", 1),
-    "trajectory/index": ("I32", 1), "trajectory/steps": ("I64", 1),
-    "step/index": ("I32", 1), "step/last": ("BOOL", 1), "step/reward": ("F64", 1), "step/finish": ("U8", 1),
-    "step/has_logprobs": ("BOOL", 1), "step/prompt_tokens": ("I64", 1), "step/response_tokens": ("I64", 1),
-    "step/version_runs": ("I64", 1), "prompt_ids": ("I32", 1), "response_ids": ("I32", 1), "loss_mask": ("BOOL", 1),
-    "logprobs": ("F32", 1), "versions": ("I32", 2),
-    "step/has_state": ("BOOL", 1), "step/state": ("I64", 1), "step/has_routing": ("BOOL", 1),
-    "step/routing_rows": ("I64", 1), "step/routing_start": ("I32", 1), "routing": ("U8 I16", 3),
+    "group/id": ("I64", 1),
+    "group/trajectories": ("I64", 1),
+    "trajectory/index": ("I32", 1),
+    "trajectory/steps": ("I64", 1),
+    "step/index": ("I32", 1),
+    "step/last": ("BOOL", 1),
+    "step/reward": ("F64", 1),
+    "step/finish": ("U8", 1),
+    "step/has_logprobs": ("BOOL", 1),
+    "step/prompt_tokens": ("I64", 1),
+    "step/response_tokens": ("I64", 1),
+    "step/version_runs": ("I64", 1),
+    "prompt_ids": ("I32", 1),
+    "response_ids": ("I32", 1),
+    "loss_mask": ("BOOL", 1),
+    "logprobs": ("F32", 1),
+    "versions": ("I32", 2),
+    "step/has_state": ("BOOL", 1),
+    "step/state": ("I64", 1),
+    "step/has_routing": ("BOOL", 1),
+    "step/routing_rows": ("I64", 1),
+    "step/routing_start": ("I32", 1),
+    "routing": ("U8 I16", 3),
     CHECKSUMS: ("U8", 1),
 }
-OPTIONAL = ("step/has_state", "step/state", "step/has_routing", "step/routing_rows", "step/routing_start", "routing",
-            CHECKSUMS)
-
-
+OPTIONAL = (
+    "step/has_state",
+    "step/state",
+    "step/has_routing",
+    "step/routing_rows",
+    "step/routing_start",
+    "routing",
+    CHECKSUMS,
+)
 
 
 @dataclass
@@ -127,7 +155,10 @@ def write(path: str | Path, groups: list[Group]) -> None:
     try:
         with open(beside, "wb") as file:
             file.write(header)
-            checksums = [zlib.crc32(header), *(_write_column(file, column) for column in columns.values())]
+            checksums = [
+                zlib.crc32(header),
+                *(_write_column(file, column) for column in columns.values()),
+            ]
             file.write(np.array(checksums, "<u4").tobytes())
             file.flush()
             os.fsync(file.fileno())
@@ -139,9 +170,13 @@ def write(path: str | Path, groups: list[Group]) -> None:
 def without_routing(groups: list[Group]) -> list[Group]:
     """Copies for people to look at: routing is most of a file, and nobody reads it."""
     return [
-        replace(group, trajectories=[
-            replace(t, steps=[replace(s, routing=None, routing_start=0) for s in t.steps]) for t in group.trajectories
-        ])
+        replace(
+            group,
+            trajectories=[
+                replace(t, steps=[replace(s, routing=None, routing_start=0) for s in t.steps])
+                for t in group.trajectories
+            ],
+        )
         for group in groups
     ]
 
@@ -152,7 +187,11 @@ def _header(columns: dict[str, _Column], groups: list[Group]) -> bytes:
     header, at = {"__metadata__": metadata}, 0
     checksums = _Column("|u1", (4 + 4 * len(columns),), [])
     for name, column in [*columns.items(), (CHECKSUMS, checksums)]:
-        header[name] = {"dtype": NAMES[column.dtype], "shape": column.shape, "data_offsets": [at, at + column.nbytes]}
+        header[name] = {
+            "dtype": NAMES[column.dtype],
+            "shape": column.shape,
+            "data_offsets": [at, at + column.nbytes],
+        }
         at += column.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -172,7 +211,9 @@ def _write_column(file, column: _Column) -> int:
 
 def _told(trajectory: Trajectory) -> str:
     try:
-        return json.dumps({"stop_reason": trajectory.stop_reason, "env_metrics": trajectory.env_metrics})
+        return json.dumps(
+            {"stop_reason": trajectory.stop_reason, "env_metrics": trajectory.env_metrics}
+        )
     except (TypeError, ValueError, RecursionError) as error:
         where = f"group {trajectory.group_id}, trajectory {trajectory.index}"
         raise StoreError(f"{where}: env_metrics must hold JSON values ({error})") from None
@@ -197,9 +238,14 @@ def _columns(groups: list[Group]) -> dict[str, _Column]:
         "prompt_ids": _joined("<i4", (), [s.prompt_ids for s in steps]),
         "response_ids": _joined("<i4", (), [s.response_ids for s in steps]),
         "loss_mask": _joined("|b1", (), [s.loss_mask for s in steps]),
-        "logprobs": _joined("<f4", (), [
-            np.zeros(len(s.response_ids), np.float32) if s.logprobs is None else s.logprobs for s in steps
-        ]),
+        "logprobs": _joined(
+            "<f4",
+            (),
+            [
+                np.zeros(len(s.response_ids), np.float32) if s.logprobs is None else s.logprobs
+                for s in steps
+            ],
+        ),
         "versions": _joined("<i4", (2,), [s.versions for s in steps]),
     }
     if any(s.state is not None for s in steps):
@@ -208,7 +254,9 @@ def _columns(groups: list[Group]) -> dict[str, _Column]:
     recorded = [s.routing for s in steps if s.routing is not None]
     if recorded:
         columns["step/has_routing"] = _flat("|b1", [s.routing is not None for s in steps])
-        columns["step/routing_rows"] = _offsets(0 if s.routing is None else len(s.routing) for s in steps)
+        columns["step/routing_rows"] = _offsets(
+            0 if s.routing is None else len(s.routing) for s in steps
+        )
         columns["step/routing_start"] = _flat("<i4", [s.routing_start for s in steps])
         columns["routing"] = _joined(recorded[0].dtype.str, recorded[0].shape[1:], recorded)
     return columns
@@ -238,15 +286,23 @@ def read(path: str | Path) -> list[Group]:
     version = _check_format(path, metadata)
     try:
         places = {name: _place(name, entry) for name, entry in header.items()}
-        _check_size(path, len(content) - start, max((stop for _, stop in places.values()), default=0))
-        parts = {name: content[start + first : start + stop] for name, (first, stop) in places.items()}
+        _check_size(
+            path, len(content) - start, max((stop for _, stop in places.values()), default=0)
+        )
+        parts = {
+            name: content[start + first : start + stop] for name, (first, stop) in places.items()
+        }
         _check_checksums(content[:start], parts, version)
-        columns = {name: _view(name, header[name], part) for name, part in parts.items() if name in COLUMNS}
+        columns = {
+            name: _view(name, header[name], part) for name, part in parts.items() if name in COLUMNS
+        }
         groups = _groups(columns, _trajectories(metadata))
     except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
         if isinstance(error, StoreError):
             raise
-        raise StoreError(f"{path}: damaged, its columns do not fit together ({_short(error)})") from None
+        raise StoreError(
+            f"{path}: damaged, its columns do not fit together ({_short(error)})"
+        ) from None
     try:
         validate(groups)
     except RolloutError as error:
@@ -260,7 +316,11 @@ def _map(path: Path) -> memoryview:
             raise StoreError(f"{path}: cannot be read (not a file)")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
+            return (
+                memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                if size
+                else memoryview(b"")
+            )
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -275,18 +335,24 @@ def _parse(path: Path, content: memoryview) -> tuple[dict, int]:
     try:
         return json.loads(bytes(content[8 : 8 + length])), 8 + length
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{path}: not a rollout file, or damaged: its header is no JSON ({_short(error)})") from None
+        raise StoreError(
+            f"{path}: not a rollout file, or damaged: its header is no JSON ({_short(error)})"
+        ) from None
 
 
 def _check_format(path: Path, metadata: object) -> int:
     """Returns the version."""
     found = metadata.get("format") if isinstance(metadata, dict) else None
     if found != FORMAT:
-        raise StoreError(f"{path}: a safetensors file but not a rollout file (its format is {_short(repr(found))})")
+        raise StoreError(
+            f"{path}: a safetensors file but not a rollout file (its format is {_short(repr(found))})"
+        )
     version = metadata.get("version")
     if version in [str(known) for known in range(1, VERSION + 1)]:
         return int(version)
-    raise StoreError(f"{path}: written in version {_short(version)} of the format, this megastep reads up to {VERSION}")
+    raise StoreError(
+        f"{path}: written in version {_short(version)} of the format, this megastep reads up to {VERSION}"
+    )
 
 
 def _place(name: str, entry: object) -> tuple[int, int]:
@@ -299,7 +365,11 @@ def _place(name: str, entry: object) -> tuple[int, int]:
 
 def _are_counts(value: object, number: int) -> bool:
     """A list of so many integers from 0 on."""
-    return isinstance(value, list) and len(value) == number and all(type(n) is int and 0 <= n < 2**62 for n in value)
+    return (
+        isinstance(value, list)
+        and len(value) == number
+        and all(type(n) is int and 0 <= n < 2**62 for n in value)
+    )
 
 
 def _check_size(path: Path, size: int, needed: int) -> None:
@@ -315,9 +385,13 @@ def _check_checksums(header: memoryview, parts: dict[str, memoryview], version: 
             raise ValueError("the checksums are missing")
         return
     recorded = np.frombuffer(parts[CHECKSUMS], np.uint8)
-    covered = {"its header": header} | {name: part for name, part in parts.items() if name != CHECKSUMS}
+    covered = {"its header": header} | {
+        name: part for name, part in parts.items() if name != CHECKSUMS
+    }
     if len(recorded) != 4 * len(covered):
-        raise ValueError(f"{len(recorded)} bytes of checksums for {len(covered) - 1} columns and the header")
+        raise ValueError(
+            f"{len(recorded)} bytes of checksums for {len(covered) - 1} columns and the header"
+        )
     for (name, part), checksum in zip(covered.items(), recorded.view("<u4").tolist()):
         if zlib.crc32(part) != checksum:
             raise ValueError(f"the checksum of {name} is another")
@@ -327,8 +401,10 @@ def _view(name: str, entry: dict, part: memoryview) -> np.ndarray:
     dtypes, axes = COLUMNS[name]
     dtype, shape = entry.get("dtype"), entry.get("shape")
     if dtype not in dtypes.split() or not _are_counts(shape, axes):
-        raise ValueError(f"{name} is {_short(dtype)} {_short(shape)}; {dtypes.replace(' ', ' or ')} with {axes} axes "
-                         "is needed")
+        raise ValueError(
+            f"{name} is {_short(dtype)} {_short(shape)}; {dtypes.replace(' ', ' or ')} with {axes} axes "
+            "is needed"
+        )
     kind = np.dtype(DTYPES[dtype])
     if math.prod(shape) * kind.itemsize != len(part):
         raise ValueError(f"{name} has {len(part)} bytes for {dtype} {_short(shape)}")
@@ -343,8 +419,11 @@ def _trajectories(metadata: dict) -> list[dict]:
     if not isinstance(told, list):
         raise ValueError("trajectories is not a list")
     for i, one in enumerate(told):
-        if not isinstance(one, dict) or not isinstance(one.get("stop_reason"), str) or \
-                not isinstance(one.get("env_metrics"), dict):
+        if (
+            not isinstance(one, dict)
+            or not isinstance(one.get("stop_reason"), str)
+            or not isinstance(one.get("env_metrics"), dict)
+        ):
             raise ValueError(f"entry {i} of trajectories has no stop_reason, or no env_metrics")
     return told
 
@@ -359,16 +438,27 @@ def _groups(columns: dict[str, np.ndarray], told: list[dict]) -> list[Group]:
     if missing:
         raise ValueError(f"{', '.join(missing)}: not there")
     if len(told) != len(columns["trajectory/index"]):
-        raise ValueError(f"{len(told)} of {len(columns['trajectory/index'])} trajectories are told of")
+        raise ValueError(
+            f"{len(told)} of {len(columns['trajectory/index'])} trajectories are told of"
+        )
     steps = _steps(columns)
-    index, bounds = columns["trajectory/index"].tolist(), _ranges(columns["trajectory/steps"], len(steps))
+    index, bounds = (
+        columns["trajectory/index"].tolist(),
+        _ranges(columns["trajectory/steps"], len(steps)),
+    )
     if len(bounds) != len(index):
         raise ValueError(f"steps of {len(bounds)} trajectories, of which there are {len(index)}")
     groups = []
     members = _ranges(columns["group/trajectories"], len(index))
     for id, (first, stop) in zip(columns["group/id"].tolist(), members, strict=True):
         trajectories = [
-            Trajectory(id, index[i], steps[slice(*bounds[i])], told[i]["stop_reason"], told[i]["env_metrics"])
+            Trajectory(
+                id,
+                index[i],
+                steps[slice(*bounds[i])],
+                told[i]["stop_reason"],
+                told[i]["env_metrics"],
+            )
             for i in range(first, stop)
         ]
         groups.append(Group(id, trajectories))
@@ -382,13 +472,18 @@ def _steps(columns: dict[str, np.ndarray]) -> list[Step]:
         column = columns[name]
         present = [True] * len(columns["step/index"]) if has is None else columns[has].tolist()
         ranges = _ranges(columns[offsets], len(column))
-        return [column[a:b] if there else None for (a, b), there in zip(ranges, present, strict=True)]
+        return [
+            column[a:b] if there else None for (a, b), there in zip(ranges, present, strict=True)
+        ]
 
     def values(name: str, has: str | None, missing) -> list:
         if name not in columns:
             return [missing] * len(columns["step/index"])
         present = columns[has].tolist() if has else [True] * len(columns[name])
-        return [value if there else missing for value, there in zip(columns[name].tolist(), present, strict=True)]
+        return [
+            value if there else missing
+            for value, there in zip(columns[name].tolist(), present, strict=True)
+        ]
 
     fields = {
         "index": columns["step/index"].tolist(),

@@ -60,12 +60,16 @@ class FoldReport:
             self.tokens_free += len(trie) - replayed
 
 
-def fold(samples: list[Sample], layout: str = "trie", on_conflict: str = "owner") -> tuple[list[Trie], FoldReport]:
+def fold(
+    samples: list[Sample], layout: str = "trie", on_conflict: str = "owner"
+) -> tuple[list[Trie], FoldReport]:
     """Tries of the samples, prompt by prompt. The steps of a trajectory must come in order."""
     if layout not in LAYOUTS:
         raise ValueError(f"train.pack_layout = {layout}: must be one of {', '.join(LAYOUTS)}")
     if on_conflict not in ON_CONFLICT:
-        raise ValueError(f"routing_replay.on_conflict = {on_conflict}: must be one of {', '.join(ON_CONFLICT)}")
+        raise ValueError(
+            f"routing_replay.on_conflict = {on_conflict}: must be one of {', '.join(ON_CONFLICT)}"
+        )
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
@@ -76,7 +80,9 @@ def fold(samples: list[Sample], layout: str = "trie", on_conflict: str = "owner"
     return tries, report
 
 
-def _fold_group(samples: list[Sample], layout: str, on_conflict: str, report: FoldReport) -> list[Trie]:
+def _fold_group(
+    samples: list[Sample], layout: str, on_conflict: str, report: FoldReport
+) -> list[Trie]:
     rows = _Rows(samples)
     if not len(rows.response):
         return []  # nothing is trained
@@ -115,7 +121,9 @@ class _Tree:
     """A radix tree over `keys`, all steps' tokens one after another. A node is a run of keys; every step ends one."""
 
     def __init__(self, samples: list[Sample]):
-        self.keys = np.concatenate([ids for s in samples for ids in (s.step.prompt_ids, s.step.response_ids)])
+        self.keys = np.concatenate(
+            [ids for s in samples for ids in (s.step.prompt_ids, s.step.response_ids)]
+        )
         self.bounds = np.cumsum([0] + [len(s.step) for s in samples]).tolist()
         self._insert_all()
 
@@ -165,7 +173,9 @@ class _Tree:
         """Move the part of a node above `depth` into a new node; the lower part keeps its number and children."""
         upper_length = depth - self.depth[node]
         first = self.first[node]
-        upper = self._add(self.parent[node], int(self.keys[first]), first, self.depth[node], upper_length)
+        upper = self._add(
+            self.parent[node], int(self.keys[first]), first, self.depth[node], upper_length
+        )
         self.first[node] += upper_length
         self.depth[node] = depth
         self.length[node] -= upper_length
@@ -203,9 +213,13 @@ class _Tree:
 
     def trie(self, rows: "_Rows") -> Trie:
         order = self.order[1:]
-        keys = np.concatenate([self.keys[self.first[n] : self.first[n] + self.length[n]] for n in order])
-        at, length, depth, end = (np.array([column[n] for n in order], np.int32)
-                                  for column in (self.at, self.length, self.depth, self.end))
+        keys = np.concatenate(
+            [self.keys[self.first[n] : self.first[n] + self.length[n]] for n in order]
+        )
+        at, length, depth, end = (
+            np.array([column[n] for n in order], np.int32)
+            for column in (self.at, self.length, self.depth, self.end)
+        )
         return Trie(
             tokens=keys.astype(np.int32, copy=False),  # of a split key, the low half
             position=np.arange(len(keys), dtype=np.int32) + np.repeat(depth - at, length),
@@ -225,7 +239,9 @@ class _Tree:
             missing = len(sample.step) if sample.step.routing is None else sample.step.routing_start
             if j is not None and missing:
                 mine, theirs = self.bounds[i], self.bounds[j]
-                shared = common_prefix(self.keys[mine : self.bounds[i + 1]], self.keys[theirs : self.bounds[j + 1]])
+                shared = common_prefix(
+                    self.keys[mine : self.bounds[i + 1]], self.keys[theirs : self.bounds[j + 1]]
+                )
                 inherited = min(shared, missing)
                 keys[mine : mine + inherited] = keys[theirs : theirs + inherited]
         self.keys = keys
@@ -251,7 +267,9 @@ class _Rows:
     def __init__(self, samples: list[Sample]):
         self.samples = samples
         prompts = np.array([len(s.step.prompt_ids) for s in samples])
-        first = np.cumsum([0] + [len(s.step.response_ids) for s in samples])  # [sample + 1] in all responses
+        first = np.cumsum(
+            [0] + [len(s.step.response_ids) for s in samples]
+        )  # [sample + 1] in all responses
         # [row] where in all responses, the sample, where in its response
         self.response = np.flatnonzero(np.concatenate([s.step.loss_mask for s in samples]))
         self.start = np.searchsorted(self.response, first)  # [sample + 1] its first row
@@ -295,7 +313,9 @@ class _Rows:
 
 def _logprobs(sample: Sample) -> np.ndarray:
     recorded = sample.step.logprobs
-    return np.full(len(sample.step.response_ids), np.nan, np.float32) if recorded is None else recorded
+    return (
+        np.full(len(sample.step.response_ids), np.nan, np.float32) if recorded is None else recorded
+    )
 
 
 # ---------------------------------------------------------------- experts
@@ -317,7 +337,9 @@ def _routes(samples: list[Sample], tree: _Tree, trie: Trie) -> tuple[Routes, np.
     owned = owner[start] >= 0
     start, stop = start[owned], stop[owned]
     rows = []
-    for i, position, length in zip(owner[start].tolist(), trie.position[start].tolist(), (stop - start).tolist()):
+    for i, position, length in zip(
+        owner[start].tolist(), trie.position[start].tolist(), (stop - start).tolist()
+    ):
         step = samples[i].step
         row = position - step.routing_start
         rows.append(step.routing[row : row + length])
@@ -342,7 +364,9 @@ class _Conflict:
     token: np.ndarray  # [n] in the trie
 
 
-def _conflicts(samples, tree: _Tree, trie: Trie, owner: np.ndarray, report: FoldReport) -> list[_Conflict]:
+def _conflicts(
+    samples, tree: _Tree, trie: Trie, owner: np.ndarray, report: FoldReport
+) -> list[_Conflict]:
     starts, stops = (bounds.tolist() for bounds in _runs_of(owner, trie.position))
     found = []
     for i, sample in enumerate(samples):
@@ -378,7 +402,9 @@ def _variants(samples: list[Sample], conflicts: list[_Conflict]) -> list[np.ndar
     records = []
     for conflict in conflicts:
         step = samples[conflict.sample].step
-        experts = step.routing[conflict.position - step.routing_start].reshape(len(conflict.token), -1)
+        experts = step.routing[conflict.position - step.routing_start].reshape(
+            len(conflict.token), -1
+        )
         token = conflict.token.astype(np.int64)[:, None]
         records.append(np.concatenate([token.view(np.uint8), experts.view(np.uint8)], axis=1))
     table = np.concatenate(records)
@@ -400,15 +426,20 @@ def restrict(trie: Trie, rows: np.ndarray | slice) -> Trie:
     end = trie.end[first]
     last = np.append(sources, np.int32(-1))[np.searchsorted(sources, end) - 1]
     length = np.clip(np.minimum(stop, last + 1) - first, 0, None)
-    at = np.append(np.int32(0), np.cumsum(length, dtype=np.int32))  # where each node lies afterwards, then the total
+    at = np.append(
+        np.int32(0), np.cumsum(length, dtype=np.int32)
+    )  # where each node lies afterwards, then the total
     node = np.searchsorted(first, loss.src, side="right") - 1
     loss.src = loss.src + (at[node] - first[node])
     kept = np.flatnonzero(length)
     end = at[np.searchsorted(first, end[kept])]
     first, length, at = first[kept], length[kept], at[kept]
     return Trie(
-        tokens=np.concatenate([trie.tokens[a:b] for a, b in zip(first.tolist(), (first + length).tolist())]),
-        position=np.arange(length.sum(), dtype=np.int32) + np.repeat(trie.position[first] - at, length),
+        tokens=np.concatenate(
+            [trie.tokens[a:b] for a, b in zip(first.tolist(), (first + length).tolist())]
+        ),
+        position=np.arange(length.sum(), dtype=np.int32)
+        + np.repeat(trie.position[first] - at, length),
         end=np.repeat(end, length),
         loss=loss,
         routes=None if trie.routes is None else _take_routes(trie.routes, first, length, at),
@@ -419,8 +450,10 @@ def _take_routes(routes: Routes, first: np.ndarray, length: np.ndarray, at: np.n
     """The experts of some ranges of tokens, range i moved from first[i] to at[i]."""
     starts = routes.start.tolist()
     stops = routes.start + np.array([len(r) for r in routes.rows], np.int32)
-    overlaps = zip(np.searchsorted(stops, first, side="right").tolist(),
-                   np.searchsorted(routes.start, first + length).tolist())
+    overlaps = zip(
+        np.searchsorted(stops, first, side="right").tolist(),
+        np.searchsorted(routes.start, first + length).tolist(),
+    )
     stops = stops.tolist()
     new_start, new_rows = [], []
     for (low, high), begin, n, to in zip(overlaps, first.tolist(), length.tolist(), at.tolist()):
@@ -445,7 +478,9 @@ def _chains(samples: list[Sample], rows: _Rows, trie: Trie) -> list[tuple[int, i
     for i, sample in enumerate(samples):
         source = int(trie.loss.src[rows.start[i + 1] - 1]) if rows.counts[i] else None
         if i > start:
-            on_path = source is None or tip < 0 or tip <= source < trie.end[tip]  # false after a split
+            on_path = (
+                source is None or tip < 0 or tip <= source < trie.end[tip]
+            )  # false after a split
             if not (on_path and _continues(samples[i - 1], sample)):
                 chains.append((start, i))
                 start, tip = i, -1

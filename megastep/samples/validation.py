@@ -1,13 +1,14 @@
 """Validation of rollouts against the data model (types.py)."""
 
-
 import numpy as np
 
 from megastep.errors import RolloutError
 from megastep.types import FINISHES, MAX_LOGPROB, ExpertShape, Group, Step, Trajectory
 
 
-def validate(groups: list[Group], vocab: int | None = None, experts: ExpertShape | None = None) -> None:
+def validate(
+    groups: list[Group], vocab: int | None = None, experts: ExpertShape | None = None
+) -> None:
     """Raise RolloutError with every violation found, each with the trajectory and step it is in.
 
     vocab: the model's tokens; another tokenizer's ids would get a probability all the same. With `experts`, which
@@ -24,16 +25,24 @@ def validate(groups: list[Group], vocab: int | None = None, experts: ExpertShape
         seen.add(group.id)
         indices = [t.index for t in group.trajectories]
         if len(set(indices)) < len(indices) or min(indices, default=0) < 0:
-            problems.append(f"group {group.id}: trajectory indices {indices} must be distinct and not negative")
+            problems.append(
+                f"group {group.id}: trajectory indices {indices} must be distinct and not negative"
+            )
         for trajectory in group.trajectories:
             problems += _trajectory_problems(group, trajectory, shapes)
             for step in trajectory.steps:
                 where = f"group {group.id}, trajectory {trajectory.index}, step {step.index}"
-                problems += [f"{where}: {problem}" for problem in _model_problems(step, vocab, experts)]
+                problems += [
+                    f"{where}: {problem}" for problem in _model_problems(step, vocab, experts)
+                ]
     if len(shapes) > 1:
-        problems.append("experts: one shape and dtype per batch, found " + "; ".join(
-            f"{layers} layers × {top_k} {dtype} in {where}" for (layers, top_k, dtype), where in shapes.items()
-        ))
+        problems.append(
+            "experts: one shape and dtype per batch, found "
+            + "; ".join(
+                f"{layers} layers × {top_k} {dtype} in {where}"
+                for (layers, top_k, dtype), where in shapes.items()
+            )
+        )
     if problems:
         raise RolloutError(problems)
 
@@ -52,7 +61,9 @@ def _trajectory_problems(group: Group, trajectory: Trajectory, shapes: dict) -> 
     for step in trajectory.steps:
         problems += [f"{where}, step {step.index}: {problem}" for problem in _step_problems(step)]
         if step.routing is not None and step.routing.ndim == 3:
-            shapes.setdefault((*step.routing.shape[1:], str(step.routing.dtype)), f"{where}, step {step.index}")
+            shapes.setdefault(
+                (*step.routing.shape[1:], str(step.routing.dtype)), f"{where}, step {step.index}"
+            )
     return problems or _unrecorded(trajectory, where)
 
 
@@ -65,8 +76,10 @@ def _unrecorded(trajectory: Trajectory, where: str) -> list[str]:
             continue
         known = recorded_tokens(trajectory.steps[:i], step.prompt_ids, start)
         if known < start:
-            problems.append(f"{where}, step {step.index}: experts begin at token {start}, and earlier steps have "
-                            f"recorded {known} tokens of its prompt")
+            problems.append(
+                f"{where}, step {step.index}: experts begin at token {start}, and earlier steps have "
+                f"recorded {known} tokens of its prompt"
+            )
     return problems
 
 
@@ -100,8 +113,12 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-_COLUMNS = {"prompt_ids": np.dtype(np.int32), "response_ids": np.dtype(np.int32), "loss_mask": np.dtype(bool),
-            "logprobs": np.dtype(np.float32)}
+_COLUMNS = {
+    "prompt_ids": np.dtype(np.int32),
+    "response_ids": np.dtype(np.int32),
+    "loss_mask": np.dtype(bool),
+    "logprobs": np.dtype(np.float32),
+}
 
 
 def _step_problems(step: Step) -> list[str]:
@@ -109,10 +126,14 @@ def _step_problems(step: Step) -> list[str]:
     if not problems and step.logprobs is not None:
         wrong = _wrong_logprob(step)
         if wrong is not None:
-            problems.append(f"logprobs holds {wrong} for a trained token; finite numbers of at most 0 are needed, or "
-                            "no array where none were recorded")
+            problems.append(
+                f"logprobs holds {wrong} for a trained token; finite numbers of at most 0 are needed, or "
+                "no array where none were recorded"
+            )
     if not len(step.prompt_ids):
-        problems.append("prompt_ids is empty; the first response token needs a token that predicts it")
+        problems.append(
+            "prompt_ids is empty; the first response token needs a token that predicts it"
+        )
     problems += _version_problems(step)
     if step.finish not in FINISHES:
         problems.append(f"finish is {step.finish!r}; one of {', '.join(FINISHES)} is needed")
@@ -127,7 +148,9 @@ def _array_problems(step: Step) -> list[str]:
         if array is None and name == "logprobs":
             continue
         if array.ndim != 1 or array.dtype != dtype:
-            problems.append(f"{name} is {array.dtype} with {array.ndim} axes; {dtype} with one is needed")
+            problems.append(
+                f"{name} is {array.dtype} with {array.ndim} axes; {dtype} with one is needed"
+            )
         if name in ("loss_mask", "logprobs"):
             if len(array) != response:
                 problems.append(f"{name} has {len(array)} entries for {response} response tokens")
@@ -139,17 +162,23 @@ def _array_problems(step: Step) -> list[str]:
 def _version_problems(step: Step) -> list[str]:
     versions, response = step.versions, len(step.response_ids)
     if versions.dtype != np.int32 or versions.ndim != 2 or versions.shape[1] != 2:
-        return [f"versions is {versions.dtype} {list(versions.shape)}; int32 rows (version, tokens) are needed"]
+        return [
+            f"versions is {versions.dtype} {list(versions.shape)}; int32 rows (version, tokens) are needed"
+        ]
     covered = int(versions[:, 1].sum())
     if versions.min(initial=0) < 0:
         return [f"versions holds the negative number {versions.min()}"]
-    return [] if covered == response else [f"versions cover {covered} of {response} response tokens"]
+    return (
+        [] if covered == response else [f"versions cover {covered} of {response} response tokens"]
+    )
 
 
 def _wrong_logprob(step: Step) -> float | None:
     """One of a trained token that cannot be a logprob. Those of other tokens mean nothing."""
     logprobs = step.logprobs
-    if logprobs.min(initial=0) > -np.inf and logprobs.max(initial=0) <= MAX_LOGPROB:  # neither is true of NaN
+    if (
+        logprobs.min(initial=0) > -np.inf and logprobs.max(initial=0) <= MAX_LOGPROB
+    ):  # neither is true of NaN
         return None  # most steps need no closer look
     trained = logprobs[step.loss_mask]
     bad = trained[~(np.isfinite(trained) & (trained <= MAX_LOGPROB))]
@@ -159,7 +188,9 @@ def _wrong_logprob(step: Step) -> float | None:
 def _routing_problems(step: Step) -> list[str]:
     routing = step.routing
     if routing.ndim != 3 or routing.dtype not in (np.uint8, np.int16):
-        return [f"routing is {routing.dtype} with {routing.ndim} axes; uint8 or int16 [tokens, layers, k] is needed"]
+        return [
+            f"routing is {routing.dtype} with {routing.ndim} axes; uint8 or int16 [tokens, layers, k] is needed"
+        ]
     trained = np.flatnonzero(step.loss_mask)
     # The source of the last trained token must have its experts; what comes after may (an appended EOS has none).
     need = len(step.prompt_ids) + int(trained[-1]) if len(trained) else 0
@@ -167,9 +198,13 @@ def _routing_problems(step: Step) -> list[str]:
     problems = []
     if not 0 <= step.routing_start <= len(step.prompt_ids):
         prompt = len(step.prompt_ids)
-        problems.append(f"routing_start is {step.routing_start}; it must lie in 0 to {prompt}, the prompt")
+        problems.append(
+            f"routing_start is {step.routing_start}; it must lie in 0 to {prompt}, the prompt"
+        )
     if not need <= step.routing_end <= most:
-        problems.append(f"routing ends before token {step.routing_end}; its end must lie in {need} to {most}")
+        problems.append(
+            f"routing ends before token {step.routing_end}; its end must lie in {need} to {most}"
+        )
     return problems
 
 
@@ -179,7 +214,9 @@ def _model_problems(step: Step, vocab: int | None, shape: ExpertShape | None) ->
     for name in ("prompt_ids", "response_ids"):
         ids = getattr(step, name)
         if vocab is not None and ids.size and ids.max() >= vocab:
-            problems.append(f"{name} holds the id {ids.max()}; the model's vocabulary ends at {vocab - 1}")
+            problems.append(
+                f"{name} holds the id {ids.max()}; the model's vocabulary ends at {vocab - 1}"
+            )
     if shape is not None and step.loss_mask.any():
         problem = _experts_problem(step, shape)
         problems += [] if problem is None else [problem]
@@ -197,7 +234,9 @@ def _experts_problem(step: Step, shape: ExpertShape) -> str | None:
     if chosen.size and not 0 <= chosen.min() <= chosen.max() < shape.experts:
         bad = chosen.min() if chosen.min() < 0 else chosen.max()
         return f"expert {bad} recorded; the model has 0 to {shape.experts - 1}"
-    for other in range(1, shape.top_k):  # every pair, a column at a time: no sorted copy of all experts
+    for other in range(
+        1, shape.top_k
+    ):  # every pair, a column at a time: no sorted copy of all experts
         twice = chosen[..., other:] == chosen[..., :-other]
         if twice.any():
             token, layer, _ = np.argwhere(twice)[0].tolist()

@@ -39,7 +39,11 @@ def token_weights(groups: list[Group], reduction: str) -> list[list[np.ndarray]]
     }[reduction]
     per_unit = np.bincount(unit, tokens)  # [unit] trained tokens
     units = np.count_nonzero(per_unit)
-    weight = 1 / (units * np.where(tokens > 0, per_unit[unit], np.inf)) if units else np.zeros(len(tokens))
+    weight = (
+        1 / (units * np.where(tokens > 0, per_unit[unit], np.inf))
+        if units
+        else np.zeros(len(tokens))
+    )
     return _nest(weight.astype(np.float32), groups)
 
 

@@ -20,9 +20,17 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 
 from megastep.sync import shm
 from megastep.sync.checksum import checksum
@@ -49,13 +57,19 @@ class Checked:
     def finish_weight_update(self) -> None:
         del self.model.load_weights  # the class's own again
         head = self._tied_head()
-        missing = [name for name, layer in self.model.named_modules() if layer is not head and _got_nothing(layer)]
+        missing = [
+            name
+            for name, layer in self.model.named_modules()
+            if layer is not head and _got_nothing(layer)
+        ]
         missing += [experts.layer.layer_name for experts in self._packed if not experts.finish()]
         if missing:  # vLLM would go on with the old weights and a line in its log
             raise ValueError(f"no weights came for {len(missing)} layers, such as {missing[0]}")
         finalize_layerwise_reload(self.model, self.model_config)
         if head is not None and self.device.type == "cpu":
-            head.quant_method.process_weights_after_loading(head)  # it keeps a packed copy of the embedding
+            head.quant_method.process_weights_after_loading(
+                head
+            )  # it keeps a packed copy of the embedding
 
     def _tied_head(self) -> torch.nn.Module | None:
         """An output head that shares the embedding's weight, and so is sent none."""
@@ -65,7 +79,11 @@ class Checked:
 def _got_nothing(layer: torch.nn.Module) -> bool:
     """Layers with buffers only, such as rope's tables, are never sent any."""
     info = get_layerwise_info(layer)
-    return info.can_load() and info.load_numel == 0 and any(True for _ in layer.parameters(recurse=False))
+    return (
+        info.can_load()
+        and info.load_numel == 0
+        and any(True for _ in layer.parameters(recurse=False))
+    )
 
 
 # ---------------------------------------------------------------- experts on a CPU
@@ -81,7 +99,9 @@ class PackedExperts:
         self.arrived: set[tuple[str, int]] = set()
         _place_kernel_tensors(layer, get_layerwise_info(layer))
         get_layerwise_info(layer).reset()  # vLLM's own reload has nothing to do here
-        self.loaders = [(param, param.weight_loader) for param in (layer.w13_weight, layer.w2_weight)]
+        self.loaders = [
+            (param, param.weight_loader) for param in (layer.w13_weight, layer.w2_weight)
+        ]
         for param, _ in self.loaders:
             param.weight_loader = self.load
 
@@ -94,7 +114,9 @@ class PackedExperts:
         cut = parallel.tp_size > 1 or parallel.ep_size > 1
         return not (cut or padded or config.has_bias or experts._use_zentorch)
 
-    def load(self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False) -> bool:
+    def load(
+        self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False
+    ) -> bool:
         """As vLLM calls it for each HF tensor. w1 and w3, gate and up, are the halves of w13; packing goes by blocks of
         rows, so each half is packed for itself."""
         rows = len(loaded_weight)
@@ -155,7 +177,9 @@ class ShmReceiver(Checked, WeightTransferEngine[ShmInit, ShmBucket]):
 
     def receive_weights(self, bucket: ShmBucket) -> None:
         weights = []
-        for name, dtype, shape, offset in zip(bucket.names, bucket.dtypes, bucket.shapes, bucket.offsets, strict=True):
+        for name, dtype, shape, offset in zip(
+            bucket.names, bucket.dtypes, bucket.shapes, bucket.offsets, strict=True
+        ):
             dtype = getattr(torch, dtype)
             nbytes = torch.Size(shape).numel() * dtype.itemsize
             weights.append((name, self._memory[offset : offset + nbytes].view(dtype).view(shape)))
@@ -196,7 +220,9 @@ class WorkerExtension:
 def register() -> None:
     """The entry point `vllm.general_plugins`: vLLM calls it in each of its processes."""
     if "AMX" not in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX"):
-        torch.cpu._is_amx_tile_supported = lambda: False  # what oneDNN is told, vLLM's own kernels should heed too
+        torch.cpu._is_amx_tile_supported = lambda: (
+            False
+        )  # what oneDNN is told, vLLM's own kernels should heed too
     for name, receiver in (("shm", ShmReceiver), ("nccl", NcclReceiver), ("ipc", IpcReceiver)):
         if f"megastep_{name}" not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(f"megastep_{name}", receiver)

@@ -20,19 +20,24 @@ import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
 from torch import Tensor
 
-from megastep.errors import SyncError
-from megastep.models.architecture import Architecture
 from megastep.config import Config
 from megastep.distributed import parallel
 from megastep.distributed.ports import free_port
+from megastep.errors import SyncError
+from megastep.models.architecture import Architecture
 from megastep.sync import shm
 from megastep.sync.checksum import add, checksum
 from megastep.weights.mapping import Row, pieces_of
-from megastep.weights.megatron import buckets_of, cut_of, find_holders, gathered_hf, holders_needed, local_cuts
+from megastep.weights.megatron import (
+    buckets_of,
+    cut_of,
+    find_holders,
+    gathered_hf,
+    holders_needed,
+    local_cuts,
+)
 
 _ALIGN = 64  # bytes; vLLM's packing reads the tensors where they lie
-
-
 
 
 class Engines:
@@ -90,14 +95,20 @@ class Sender:
         self.backend, self.engine = backend, config.engine
         self._route, self._route_to = None, None  # open to these engines
 
-    def push(self, handles: list, version: int) -> None:
+    def send(self, handles: list, version: int) -> None:
         """Give every engine the weights of this moment. Engines should be paused, or not serving yet."""
-        engines = Engines(handles, version, self.engine.tensor_parallel, self.engine.request_timeout_s)
+        engines = Engines(
+            handles, version, self.engine.tensor_parallel, self.engine.request_timeout_s
+        )
         ids = [handle._actor_id.hex() for handle in handles]
         if self._route_to != ids:
             self._route, self._route_to = self._open(engines), ids
         sent = self._route.send(engines)
-        problem = _first_difference(sent, engines.call("received_checksums")) if sent and _rank() == 0 else None
+        problem = (
+            _first_difference(sent, engines.call("received_checksums"))
+            if sent and _rank() == 0
+            else None
+        )
         problems = [problem]
         dist.broadcast_object_list(problems, src=0)
         if problems[0]:
@@ -183,7 +194,9 @@ class ShmRoute:
             self._fill(bucket, half * self.half, sums)
             dist.barrier()  # all ranks have written
             if self.place.rank == 0:
-                loading[half] = engines.submit("update_weights", _describe(bucket, half * self.half))
+                loading[half] = engines.submit(
+                    "update_weights", _describe(bucket, half * self.half)
+                )
         if self.place.rank == 0:
             for calls in filter(None, loading):
                 engines.collect(calls)
@@ -195,14 +208,18 @@ class ShmRoute:
             cut, _ = cut_of(row, self.place)
             cuts = holders_needed(row, self.holders)
             local = self.local.get(row.megatron)
-            if local is None or not self._is_mine(cuts[cut if row.form.axis is not None else 0], index):
+            if local is None or not self._is_mine(
+                cuts[cut if row.form.axis is not None else 0], index
+            ):
                 continue
             for piece in pieces_of(row, local, self.arch, cut):
                 slot = bucket.slots[piece.name]
                 piece.into(_view(self.memory, slot, start))
                 if self.sender.sync.verify:
                     columns = torch.Size(slot.shape[1:]).numel()
-                    sums[piece.name] = add(sums.get(piece.name, 0), checksum(piece.tensor, piece.offset, columns))
+                    sums[piece.name] = add(
+                        sums.get(piece.name, 0), checksum(piece.tensor, piece.offset, columns)
+                    )
 
     def _is_mine(self, replicas: list, index: int) -> bool:
         """The ranks that hold the same cut share the copying."""
@@ -260,7 +277,10 @@ class VllmRoute:
         return self.source.sums
 
     def _nccl(self, engines: Engines, buffer_bytes: int):
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+        from vllm.distributed.weight_transfer.nccl_engine import (
+            NCCLTrainerInitInfo,
+            NCCLTrainerWeightTransferEngine,
+        )
 
         address, port = _own_address()
         info = NCCLTrainerInitInfo(
@@ -270,10 +290,15 @@ class VllmRoute:
             world_size=1 + len(engines.handles) * engines.tensor,
             packed_buffer_size_bytes=buffer_bytes,
         )
-        return NCCLTrainerWeightTransferEngine.trainer_init(info, client=engines, source=self.source)
+        return NCCLTrainerWeightTransferEngine.trainer_init(
+            info, client=engines, source=self.source
+        )
 
     def _ipc(self, engines: Engines, buffer_bytes: int):
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+        from vllm.distributed.weight_transfer.ipc_engine import (
+            IPCTrainerInitInfo,
+            IPCTrainerWeightTransferEngine,
+        )
 
         info = IPCTrainerInitInfo(rank=_rank(), packed=True, packed_buffer_size_bytes=buffer_bytes)
         return IPCTrainerWeightTransferEngine.trainer_init(info, client=engines, source=self.source)
@@ -290,11 +315,15 @@ def _source(sender: Sender):
             holders = find_holders(local_cuts(sender.chunks, sender.arch))
             rows = (row for bucket in buckets_of(sender.arch, holders, 1 << 62) for row in bucket)
             return [
-                ParamMeta(name, holders[row.megatron][0][0].dtype, shape) for row in rows for name, shape in row.hf
+                ParamMeta(name, holders[row.megatron][0][0].dtype, shape)
+                for row in rows
+                for name, shape in row.hf
             ]
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in gathered_hf(sender.chunks, sender.arch, sender.sync.bucket_mb << 20):
+            for name, tensor in gathered_hf(
+                sender.chunks, sender.arch, sender.sync.bucket_mb << 20
+            ):
                 if self.sums is not None:
                     self.sums[name] = checksum(tensor)
                 yield name, tensor

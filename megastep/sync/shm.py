@@ -32,5 +32,7 @@ def invitation(nbytes: int) -> Iterator[str]:
 def join(path: str, nbytes: int) -> Tensor:
     """The segment's bytes [nbytes], shared with everyone who joins."""
     if not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: not on this machine; sync.backend=shm needs policy and engines on one node")
+        raise FileNotFoundError(
+            f"{path}: not on this machine; sync.backend=shm needs policy and engines on one node"
+        )
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)

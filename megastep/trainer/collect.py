@@ -14,22 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megastep.errors import CheckpointError, OutputError, RunDirError
 from megastep import signals
 from megastep.cluster import Cluster
 from megastep.config import Config
+from megastep.console import progress
+from megastep.errors import CheckpointError, OutputError, RunDirError
+from megastep.report.writing import write_report
 from megastep.rollout.data import Prompt
 from megastep.rollout.generation import Generate
-from megastep.console import progress
-from megastep.report.writing import write_report
-from megastep.rollout.pool import Pool, refuse_all_failed
+from megastep.rollout.pool import Pool, check_not_all_failed
 from megastep.rollout.task import Task
-from megastep.trainer.rundir import refuse_unfit_weights, where_to_resume, write_config
 from megastep.samples import store
 from megastep.samples.metrics import evaluation_metrics, rollout_metrics, succeeded
+from megastep.trainer.rundir import check_weights_fit, where_to_resume, write_config
 from megastep.types import Group, Trajectory
-
-
 
 
 def _writable_log(out: Path) -> Path:
@@ -68,7 +66,9 @@ def evaluate(config: Config, name: str) -> dict[str, float]:
     checkpoint = _checkpoint(config)
     task = Task.load(config)
     prompts = task.eval_prompts()
-    folder = Path(config.run.dir) / f"{config.run.name or name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = (
+        Path(config.run.dir) / f"{config.run.name or name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     try:
         folder.mkdir(parents=True)
         write_config(folder, config)
@@ -88,16 +88,24 @@ def _checkpoint(config: Config) -> Path | None:
     """The checkpoint whose weights are asked for; None: those of `model.path`, which are there, or random ones."""
     found = None
     if config.run.name is not None or config.run.resume not in ("auto", "never"):
-        found = where_to_resume(config, Path(config.run.dir) / str(config.run.name), config.run.resume)
+        found = where_to_resume(
+            config, Path(config.run.dir) / str(config.run.name), config.run.resume
+        )
         if found is None and config.run.name is not None:
-            raise CheckpointError(f"run.name = {config.run.name}: there is no checkpoint in {config.run.dir}")
+            raise CheckpointError(
+                f"run.name = {config.run.name}: there is no checkpoint in {config.run.dir}"
+            )
     if found is None:
-        refuse_unfit_weights(config)
+        check_weights_fit(config)
     return found
 
 
 def _play(
-    config: Config, checkpoint: Path | None, make_pool: Callable[[Generate], Pool], prompts: list[Prompt], log: Path
+    config: Config,
+    checkpoint: Path | None,
+    make_pool: Callable[[Generate], Pool],
+    prompts: list[Prompt],
+    log: Path,
 ) -> tuple[list[Group], float]:
     """The groups, and tokens sampled per second."""
     with_policy = checkpoint is not None or config.model.init == "random"
@@ -110,7 +118,7 @@ def _play(
         with Progress(len(prompts) * pool.samples) as progress:
             groups = asyncio.run(_stoppable(pool.run(prompts, progress.add)))
             tokens_per_s = progress.tokens_per_s
-    refuse_all_failed(groups)
+    check_not_all_failed(groups)
     return groups, tokens_per_s
 
 
@@ -150,7 +158,9 @@ class Progress:
         self.tokens += sum(int(step.loss_mask.sum()) for step in trajectory.steps)
         self.successes += succeeded(trajectory)
         success = self.successes / self.ended
-        self.bar.set_postfix_str(f"{self.tokens_per_s:.0f} tokens/s, success {success:.2f}", refresh=False)
+        self.bar.set_postfix_str(
+            f"{self.tokens_per_s:.0f} tokens/s, success {success:.2f}", refresh=False
+        )
         self.bar.update()
 
     @property
@@ -159,8 +169,16 @@ class Progress:
 
 
 def _summary(metrics: dict[str, float], tokens_per_s: float) -> str:
-    passes = [(name.removeprefix("reward/pass_at_"), value) for name, value in metrics.items() if "pass_at_" in name]
-    stops = [(name.removeprefix("rollout/stop_"), value) for name, value in metrics.items() if "rollout/stop_" in name]
+    passes = [
+        (name.removeprefix("reward/pass_at_"), value)
+        for name, value in metrics.items()
+        if "pass_at_" in name
+    ]
+    stops = [
+        (name.removeprefix("rollout/stop_"), value)
+        for name, value in metrics.items()
+        if "rollout/stop_" in name
+    ]
     lines = {
         "trajectories": f"{metrics['rollout/trajectories']} of {metrics['rollout/prompts']} prompts, "
         f"{tokens_per_s:.0f} tokens/s",
@@ -169,6 +187,8 @@ def _summary(metrics: dict[str, float], tokens_per_s: float) -> str:
         "reward": f"{metrics['reward/mean']:.3f} ± {metrics['reward/std']:.3f}",
         "turns": f"{metrics['rollout/turns_mean']:.2f}, at most {metrics['rollout/turns_max']}",
         "response tokens": f"{metrics['rollout/response_tokens_mean']:.1f} per trajectory",
-        "ended by": ", ".join(f"{reason} {share:.1%}" for reason, share in sorted(stops, key=lambda s: -s[1])),
+        "ended by": ", ".join(
+            f"{reason} {share:.1%}" for reason, share in sorted(stops, key=lambda s: -s[1])
+        ),
     }
     return "\n".join(f"{name:<16}{text}" for name, text in lines.items())

@@ -22,32 +22,32 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megastep.errors import ConfigError, RolloutError, RunFailed
 from megastep import signals
-from megastep.cluster import Cluster
-from megastep.config import Config, training_warnings
-from megastep.trainer.learner import Learner, model_limits
 from megastep.checkpoint.loop_state import LoopState
 from megastep.checkpoint.manifest import latest
+from megastep.cluster import Cluster
+from megastep.config import Config, training_warnings
 from megastep.console import progress, waiting
+from megastep.errors import ConfigError, RolloutError, RunFailed
 from megastep.report.writing import MetricsLog, read_metrics, write_report
-from megastep.rollout.pool import Pool, refuse_all_failed
+from megastep.rollout.pool import Pool, check_not_all_failed
 from megastep.rollout.stream import GroupStream, Interrupted, StreamState
 from megastep.rollout.task import Task
-from megastep.trainer.rundir import Run
 from megastep.samples import filters, store
-from megastep.samples.staleness import Ages
 from megastep.samples.advantage import check_estimator
 from megastep.samples.metrics import evaluation_metrics, filter_metrics, rollout_metrics
 from megastep.samples.packing import check_lengths, mini_batches
-from megastep.types import Group
+from megastep.samples.staleness import StalenessTracker
 from megastep.samples.validation import validate
+from megastep.trainer.learner import Learner, model_limits
+from megastep.trainer.rundir import Run
+from megastep.types import Group
 
 
 def train(config: Config, name: str) -> Path:
     """Run the configured job, or what is left of it, and return its run directory."""
-    refuse_untrainable(config)
-    refuse_single_samples(config)
+    check_trainable(config)
+    check_samples_per_prompt(config)
     print_warnings(config)
     task = Task.load(config)
     task.eval_prompts()  # refuses a data set without held-out rows now, not after the start
@@ -59,9 +59,14 @@ def train(config: Config, name: str) -> Path:
         return run.folder
     demonstrations = [] if run.checkpoint else task.demonstrations()
     run.create(config)
-    signals.advise(run.how_to_go_on)
-    print(f"{run.folder}: " + (f"continues after step {run.state.step}" if run.checkpoint else "a new run"))
-    print(f"starting {config.policy.ranks} rank(s) and {config.engine.num_engines} engine(s); what they say is in {run.log}")
+    signals.advise(run.resume_hint)
+    print(
+        f"{run.folder}: "
+        + (f"continues after step {run.state.step}" if run.checkpoint else "a new run")
+    )
+    print(
+        f"starting {config.policy.ranks} rank(s) and {config.engine.num_engines} engine(s); what they say is in {run.log}"
+    )
     with MetricsLog.of_run(run.folder, run.last_row, config) as log:
         with Cluster(config, log=run.log) as cluster:
             Loop(config, task, cluster, run, log).run(demonstrations)
@@ -72,7 +77,7 @@ def train(config: Config, name: str) -> Path:
 
 def replay(config: Config, name: str, rollouts: Path) -> Path:
     """The training half alone: a file's prompts, `rollout.prompts` at a time, each batch a step. No engine starts."""
-    refuse_untrainable(config)
+    check_trainable(config)
     batches = read_batches(config, rollouts)
     print_warnings(config)
     run = Run.find(config, name)
@@ -85,7 +90,11 @@ def replay(config: Config, name: str, rollouts: Path) -> Path:
             with progress("replay", len(batches), "step") as bar:
                 for batch, kept, dropped in batches:
                     step += 1
-                    metrics = rollout_metrics(batch) | filter_metrics(dropped, _count(batch)) | learner.learn(kept)
+                    metrics = (
+                        rollout_metrics(batch)
+                        | filter_metrics(dropped, _count(batch))
+                        | learner.learn(kept)
+                    )
                     log.write(step, metrics)
                     bar.update()
             cluster.policy.call("save", run.checkpoints, LoopState(step))
@@ -94,7 +103,9 @@ def replay(config: Config, name: str, rollouts: Path) -> Path:
     return run.folder
 
 
-def read_batches(config: Config, path: Path) -> list[tuple[list[Group], list[Group], list[filters.Dropped]]]:
+def read_batches(
+    config: Config, path: Path
+) -> list[tuple[list[Group], list[Group], list[filters.Dropped]]]:
     """The batches of a rollout file, and of each what is trained on and what is dropped. Raises StoreError where the
     file does not fit the configured model or estimator, or where nothing in it can be learned from."""
     batches = []
@@ -109,36 +120,50 @@ def read_batches(config: Config, path: Path) -> list[tuple[list[Group], list[Gro
     kept = [group for _, left, _, _ in batches for group in left]
     if not kept:
         why = [gone.reason for _, _, dropped, _ in batches for gone in dropped]
-        told = f"all {len(why)} trajectories are dropped, the first because of {why[0]}" if why else "no trajectories"
+        told = (
+            f"all {len(why)} trajectories are dropped, the first because of {why[0]}"
+            if why
+            else "no trajectories"
+        )
         raise store.StoreError(f"{path}: nothing to train on: {told}")
     try:
         validate(kept, *model_limits(config))
     except RolloutError as error:
         raise store.StoreError(f"{path}: not of {config.model.path}: {error.summary()}") from None
     if config.loss.type != "nll":
-        tell_degenerate(config, path, kept, sum(teaching for *_, teaching in batches))
+        report_degenerate(config, path, kept, sum(teaching for *_, teaching in batches))
     return [batch for *batch, _ in batches]
 
 
-def tell_degenerate(config: Config, path: Path, groups: list[Group], teaching: int) -> None:
+def report_degenerate(config: Config, path: Path, groups: list[Group], teaching: int) -> None:
     """Prompts of a file that train nothing: all of them is an error."""
     why = f"under advantage.estimator = {config.advantage.estimator} all of their advantages are 0"
     if not teaching:
-        raise store.StoreError(f"{path}: nothing to learn from its {len(groups)} prompts: {why}; several trajectories "
-                               "of different reward per prompt are needed")
+        raise store.StoreError(
+            f"{path}: nothing to learn from its {len(groups)} prompts: {why}; several trajectories "
+            "of different reward per prompt are needed"
+        )
     if teaching < len(groups):
-        print(f"{path}: nothing is learned from {len(groups) - teaching} of {len(groups)} prompts: {why}")
+        print(
+            f"{path}: nothing is learned from {len(groups) - teaching} of {len(groups)} prompts: {why}"
+        )
 
 
-def refuse_untrainable(config: Config) -> None:
+def check_trainable(config: Config) -> None:
     """What rollouts and evaluation allow and training does not."""
     problems = []
-    estimator, truncated, rollout = config.advantage.estimator, config.filters.truncated, config.rollout
+    estimator, truncated, rollout = (
+        config.advantage.estimator,
+        config.filters.truncated,
+        config.rollout,
+    )
     wrong = check_estimator(estimator)
     if wrong:
         problems.append(f"advantage.estimator = {estimator}: {wrong}")
     if truncated not in filters.TRUNCATED:
-        problems.append(f"filters.truncated = {truncated}: must be one of {', '.join(filters.TRUNCATED)}")
+        problems.append(
+            f"filters.truncated = {truncated}: must be one of {', '.join(filters.TRUNCATED)}"
+        )
     why = "training needs logprobs of the whole distribution that was sampled from"
     if rollout.temperature == 0:
         problems.append(f"rollout.temperature = 0: {why}; must be more than 0")
@@ -150,14 +175,16 @@ def refuse_untrainable(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def refuse_single_samples(config: Config) -> None:
+def check_samples_per_prompt(config: Config) -> None:
     """Every estimator compares the trajectories of a prompt. gigpo also compares steps that began in one state, which
     one trajectory may visit twice; half of its advantage and most of its steps would be 0 all the same."""
     if config.rollout.samples_per_prompt < 2 and config.loss.type != "nll":
-        raise ConfigError([
-            f"rollout.samples_per_prompt = {config.rollout.samples_per_prompt}: advantage.estimator = {config.advantage.estimator} compares the "
-            "trajectories of a prompt, and one alone has advantage 0; must be 2 or more, such as 8"
-        ])
+        raise ConfigError(
+            [
+                f"rollout.samples_per_prompt = {config.rollout.samples_per_prompt}: advantage.estimator = {config.advantage.estimator} compares the "
+                "trajectories of a prompt, and one alone has advantage 0; must be 2 or more, such as 8"
+            ]
+        )
 
 
 def print_warnings(config: Config) -> None:
@@ -171,7 +198,9 @@ def load_policy(run: Run, learner: Learner) -> None:
     if run.checkpoint is None:
         return
     begins = run.state.step == 0
-    reference = run.checkpoint if begins else run.reference() if learner.config.loss.kl_coef > 0 else None
+    reference = (
+        run.checkpoint if begins else run.reference() if learner.config.loss.kl_coef > 0 else None
+    )
     if reference is not None:
         learner.policy.call("load", reference)
         learner.begin()
@@ -187,11 +216,19 @@ class Loop:
         self.config, self.cluster, self.run_, self.log = config, cluster, run, log
         self.step = self.saved = run.state.step
         self.stops = False
-        self.ages = Ages(run.state.pushed)
+        self.staleness = StalenessTracker(run.state.synced_versions)
         ahead = config.asynchronous
-        self.stream = GroupStream(task.pool(cluster.engines.generate), task.stream(), config.rollout.prompts,
-                                  config.train.steps, ahead.max_staleness, ahead.on_stale)
-        self.evaluation = Evaluation(self.stream, task.eval_pool(cluster.engines.generate), task.eval_prompts())
+        self.stream = GroupStream(
+            task.pool(cluster.engines.generate),
+            task.stream(),
+            config.rollout.prompts,
+            config.train.steps,
+            ahead.max_staleness,
+            ahead.on_stale,
+        )
+        self.evaluation = Evaluation(
+            self.stream, task.eval_pool(cluster.engines.generate), task.eval_prompts()
+        )
         self.clock = Clock()
         self.line = LiveLine(config.train.steps, self.step)
         self.learner = Learner(config, cluster.policy, tell=self.line.say)
@@ -247,7 +284,8 @@ class Loop:
             self.sync()
             state = self.run_.state
             self.stream.restore(
-                self.step, StreamState(state.position, state.unfinished, state.ready, state.ready_begun)
+                self.step,
+                StreamState(state.position, state.unfinished, state.ready, state.ready_begun),
             )
             if state.evaluates:
                 self.evaluation.begin(self.step)
@@ -267,7 +305,7 @@ class Loop:
     def sync(self) -> int:
         """The policy's weights into the engines; returns their version."""
         version = self.cluster.sync()
-        self.ages.push(version)
+        self.staleness.record_sync(version)
         return version
 
     def collect(self) -> tuple[list[Group], dict[str, float]]:
@@ -276,10 +314,12 @@ class Loop:
         wanted = self.config.rollout.prompts
         while wanted:
             with self.clock("time/rollout_s"):
-                taken = self.stream.take(self.step - 1, wanted if played else None, meanwhile=self.seal)
+                taken = self.stream.take(
+                    self.step - 1, wanted if played else None, meanwhile=self.seal
+                )
             played += taken.groups
-            refuse_all_failed(played)
-            fresh, old = self.ages.refuse_old(taken.groups, self.stream.max_age)
+            check_not_all_failed(played)
+            fresh, old = self.staleness.drop_stale(taken.groups, self.stream.max_staleness_versions)
             passed, gone = sift(fresh, self.config)
             kept += passed
             dropped += gone + old
@@ -287,7 +327,7 @@ class Loop:
             wanted = self.still_wanted(kept, played)
         self.keep_rollouts(played)
         metrics = rollout_metrics(played) | filter_metrics(dropped, _count(played)) | counts
-        metrics |= self.ages.metrics(kept, self.stream.max_age)
+        metrics |= self.staleness.metrics(kept, self.stream.max_staleness_versions)
         return kept, metrics | {"rollout/tokens_per_s": self.stream.tokens_per_s()}
 
     def keep_rollouts(self, played: list[Group]) -> None:
@@ -296,7 +336,9 @@ class Loop:
         if settings.rollouts_every and self.is_due(settings.rollouts_every):
             store.write(self.run_.rollouts(self.step), played)
         if settings.report_prompts:
-            store.write(self.run_.latest_rollouts, store.without_routing(played[: settings.report_prompts]))
+            store.write(
+                self.run_.latest_rollouts, store.without_routing(played[: settings.report_prompts])
+            )
 
     def still_wanted(self, kept: list[Group], played: list[Group]) -> int:
         """Prompts to be played in the place of those that were dropped."""
@@ -332,7 +374,12 @@ class Loop:
 
     def save(self, root: Path) -> None:
         outstanding = self.stream.state()
-        state = LoopState(self.step, **vars(outstanding), pushed=self.ages.pushed, evaluates=self.evaluation.is_running)
+        state = LoopState(
+            self.step,
+            **vars(outstanding),
+            synced_versions=self.staleness.synced_versions,
+            evaluates=self.evaluation.is_running,
+        )
         self.cluster.policy.call("save", root, state)
         self.saved = self.step
 
@@ -368,7 +415,7 @@ class Evaluation:
         """Its metrics, once; waits for them."""
         (step, future), self._running = self._running, None
         groups = future.result()
-        refuse_all_failed(groups)
+        check_not_all_failed(groups)
         return evaluation_metrics(groups) | {"eval/step": step}
 
 
@@ -389,9 +436,13 @@ def sift(groups: list[Group], config: Config) -> tuple[list[Group], list[filters
     return groups, list(counted.values())
 
 
-def drop_degenerate(groups: list[Group], config: Config) -> tuple[list[Group], list[filters.Dropped]]:
+def drop_degenerate(
+    groups: list[Group], config: Config
+) -> tuple[list[Group], list[filters.Dropped]]:
     """Where the configuration asks for it. Supervised training has no advantages."""
-    if config.loss.type == "nll" or not (config.filters.zero_variance or config.filters.dynamic_sampling):
+    if config.loss.type == "nll" or not (
+        config.filters.zero_variance or config.filters.dynamic_sampling
+    ):
         return groups, []
     return filters.zero_variance(groups, **asdict(config.advantage))
 
@@ -450,12 +501,15 @@ class LiveLine:
             yield on_step
 
     def show(self, metrics: dict[str, float]) -> None:
-        if self.bar is None:  # not before the first step has ended: what came before is not a step's time
+        if (
+            self.bar is None
+        ):  # not before the first step has ended: what came before is not a step's time
             self.bar = progress("train", self.steps, "step", self.done)
         held_out = f", held-out {metrics['eval/success']:.2f}" if "eval/success" in metrics else ""
         self.bar.set_postfix_str(
             f"reward {metrics['reward/mean']:.2f}, success {metrics['reward/success']:.2f}{held_out}, "
-            f"{metrics['rollout/tokens_per_s']:.0f} tokens/s", refresh=False,
+            f"{metrics['rollout/tokens_per_s']:.0f} tokens/s",
+            refresh=False,
         )
         self.bar.update()
 
@@ -466,9 +520,15 @@ class LiveLine:
 def summary(folder: Path) -> str:
     """The first and the last of what matters, and where the rest is."""
     rows = read_metrics(folder)
-    shown = {"held-out success": "eval/success", "reward": "reward/mean", "turns": "rollout/turns_mean",
-             "response tokens": "rollout/response_tokens_mean", "mismatch, at most": "mismatch/max_abs",
-             "tokens/s": "rollout/tokens_per_s", "seconds per step": "time/step_s"}
+    shown = {
+        "held-out success": "eval/success",
+        "reward": "reward/mean",
+        "turns": "rollout/turns_mean",
+        "response tokens": "rollout/response_tokens_mean",
+        "mismatch, at most": "mismatch/max_abs",
+        "tokens/s": "rollout/tokens_per_s",
+        "seconds per step": "time/step_s",
+    }
     lines = [f"{'':<18}{'first':>11}{'last':>11}"]
     for title, name in shown.items():
         values = [row[name] for row in rows if name in row]
@@ -476,7 +536,10 @@ def summary(folder: Path) -> str:
             lines.append(f"{title:<18}{values[0]:>11.3g}{values[-1]:>11.3g}")
     saved = latest(folder / "checkpoints")
     command = os.path.relpath(Path(sys.executable).with_name("megastep"))
-    return "\n".join([
-        *lines, f"metrics: {folder}/metrics.jsonl, checkpoint: {saved}",
-        f"export to Hugging Face: {command} export {saved} HF_FOLDER",
-    ])
+    return "\n".join(
+        [
+            *lines,
+            f"metrics: {folder}/metrics.jsonl, checkpoint: {saved}",
+            f"export to Hugging Face: {command} export {saved} HF_FOLDER",
+        ]
+    )

@@ -1,15 +1,15 @@
 """The run directory: where a run keeps what it has, and where it goes on.
 
-    runs/NAME/config.yaml     as resolved, without secrets
-              metrics.jsonl   a line per step; step 0 is before the first
-              log.txt         what Ray's actors, vLLM and Megatron say
-              start/step_0/   the policy after the warm start, which is also the reference of the KL
-              origin.json     of a run that began with the checkpoint of another: which, and the other's reference
-              checkpoints/step_N/
-              rollouts/latest.safetensors     trajectories for the report (run.report_prompts)
-              rollouts/step_N.safetensors     with run.rollouts_every
-              wandb/ wandb_id
-              lock            held by the process that writes here; it ends with that process, however that ends
+runs/NAME/config.yaml     as resolved, without secrets
+          metrics.jsonl   a line per step; step 0 is before the first
+          log.txt         what Ray's actors, vLLM and Megatron say
+          start/step_0/   the policy after the warm start, which is also the reference of the KL
+          origin.json     of a run that began with the checkpoint of another: which, and the other's reference
+          checkpoints/step_N/
+          rollouts/latest.safetensors     trajectories for the report (run.report_prompts)
+          rollouts/step_N.safetensors     with run.rollouts_every
+          wandb/ wandb_id
+          lock            held by the process that writes here; it ends with that process, however that ends
 """
 
 import fcntl
@@ -22,21 +22,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from megastep.checkpoint.loop_state import LoopState
+from megastep.checkpoint.manifest import (
+    check_same_model,
+    check_types,
+    latest,
+    read_manifest,
+    read_object,
+)
+from megastep.checkpoint.unpickle import check_no_code
+from megastep.config import Config, to_yaml
 from megastep.errors import CheckpointError, RunDirError
 from megastep.models.architecture import read_architecture
-from megastep.config import Config, to_yaml
-from megastep.checkpoint.loop_state import LoopState
-from megastep.checkpoint.manifest import latest, read_manifest, read_object, refuse_other_model, refuse_other_types
-from megastep.checkpoint.unpickle import refuse_code
 from megastep.report.writing import LATEST
-from megastep.weights.mapping import refuse_other_shape, rows_of
 from megastep.weights.hf_files import HFReader
+from megastep.weights.mapping import check_shape, rows_of
 
 _ORIGIN, _LOCK = "origin.json", "lock"
-
-
-
-
 
 
 @dataclass
@@ -48,20 +50,22 @@ class Run:
 
     @classmethod
     def find(cls, config: Config, name: str) -> "Run":
-        folder = Path(config.run.dir) / (config.run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder = Path(config.run.dir) / (
+            config.run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        )
         resume, origin = config.run.resume, Origin.read(folder)
         if origin is not None and Path(resume).resolve() == origin.checkpoint:
             resume = "auto"  # the same command goes on with what it began
         checkpoint = where_to_resume(config, folder, resume)
         if checkpoint is None:
-            refuse_unfit_weights(config)
+            check_weights_fit(config)
         state = LoopState.read(checkpoint) if checkpoint else LoopState(step=0)
-        refuse_newer(folder, state.step)
+        check_not_newer(folder, state.step)
         run = cls(folder, checkpoint, state, latest(folder / "checkpoints"))
         reference = run.reference() if config.loss.kl_coef > 0 and state.step > 0 else None
         if reference is not None:
             read_manifest(reference)  # refuses one that is gone
-            refuse_code(reference)
+            check_no_code(reference)
         return run
 
     def create(self, config: Config) -> None:
@@ -70,7 +74,9 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = lock(self.folder)
             if latest(self.checkpoints) != self.newest:
-                raise RunDirError(f"{self.folder}: another process has just written to it; start again")
+                raise RunDirError(
+                    f"{self.folder}: another process has just written to it; start again"
+                )
             write_config(self.folder, config)
             if self.comes_from_another:
                 Origin(self.checkpoint, self.reference()).write(self.folder)
@@ -79,7 +85,7 @@ class Run:
         except OSError as error:
             raise RunDirError(f"{self.folder}: cannot be written ({error.strerror})") from None
 
-    def how_to_go_on(self) -> str:
+    def resume_hint(self) -> str:
         saved = latest(self.checkpoints) or latest(self.start)
         if saved is None:
             return "no checkpoint was written yet"
@@ -110,7 +116,9 @@ class Run:
         """The policy with which the run that the checkpoint belongs to began; None: the weights of `model`."""
         folder = _run_of(self.checkpoint)
         start, origin = folder / "start" / "step_0", Origin.read(folder)
-        return origin.reference if origin and origin.reference else start if start.is_dir() else None
+        return (
+            origin.reference if origin and origin.reference else start if start.is_dir() else None
+        )
 
     def rollouts(self, step: int) -> Path:
         return self.latest_rollouts.with_name(f"step_{step}.safetensors")
@@ -138,7 +146,7 @@ class Origin:
         if not (folder / _ORIGIN).is_file():
             return None
         paths = read_object(folder / _ORIGIN)
-        refuse_other_types(folder / _ORIGIN, paths, {"checkpoint": str, "reference": (str, type(None))})
+        check_types(folder / _ORIGIN, paths, {"checkpoint": str, "reference": (str, type(None))})
         return cls(Path(paths["checkpoint"]), paths["reference"] and Path(paths["reference"]))
 
 
@@ -175,12 +183,14 @@ def _run_of(checkpoint: Path) -> Path:
     return checkpoint.resolve().parent.parent
 
 
-def refuse_newer(folder: Path, step: int) -> None:
+def check_not_newer(folder: Path, step: int) -> None:
     """Checkpoints of a run that began elsewhere would be taken for its own, and its own be removed as older ones."""
     newest = latest(folder / "checkpoints")
     if newest is not None and read_manifest(newest)["step"] > step:
-        raise CheckpointError(f"{newest}: is ahead of step {step}, where run.resume lets this run begin; give another "
-                              "run.name, or run.resume=auto to go on from it")
+        raise CheckpointError(
+            f"{newest}: is ahead of step {step}, where run.resume lets this run begin; give another "
+            "run.name, or run.resume=auto to go on from it"
+        )
 
 
 def where_to_resume(config: Config, folder: Path, resume: str) -> Path | None:
@@ -190,19 +200,23 @@ def where_to_resume(config: Config, folder: Path, resume: str) -> Path | None:
     found = Path(resume)
     if resume == "auto":
         origin = Origin.read(folder)
-        found = latest(folder / "checkpoints") or latest(folder / "start") or (origin and origin.checkpoint)
+        found = (
+            latest(folder / "checkpoints")
+            or latest(folder / "start")
+            or (origin and origin.checkpoint)
+        )
     if found is not None:
         ours = read_architecture(config.model.path).hf
-        refuse_other_model(found, read_manifest(found)["model"], ours)
-        refuse_code(found)
+        check_same_model(found, read_manifest(found)["model"], ours)
+        check_no_code(found)
     return found
 
 
-def refuse_unfit_weights(config: Config) -> None:
+def check_weights_fit(config: Config) -> None:
     """Every tensor is there and has the shape that config.json gives it; only headers are read."""
     if config.model.init != "hf":
         return
     reader = HFReader(config.model.path)
     for row in rows_of(read_architecture(config.model.path)).values():
         for name, shape in row.hf:
-            refuse_other_shape(name, reader.shape(name), shape)
+            check_shape(name, reader.shape(name), shape)

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from megastep.errors import WeightsError
 
+from megastep.errors import WeightsError
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
@@ -47,9 +47,13 @@ class HFReader:
         try:
             return safe_open(self.folder / name, framework="pt")
         except FileNotFoundError:
-            raise WeightsError(f"{self.folder / name}: missing, though the index names it") from None
+            raise WeightsError(
+                f"{self.folder / name}: missing, though the index names it"
+            ) from None
         except SafetensorError as error:
-            raise WeightsError(f"{self.folder / name}: not a whole safetensors file ({error})") from None
+            raise WeightsError(
+                f"{self.folder / name}: not a whole safetensors file ({error})"
+            ) from None
 
     def __call__(self, name: str) -> Tensor:
         return self._shard_of(name).get_tensor(name)
@@ -68,7 +72,9 @@ class HFReader:
             self._open_name, self._open = file, self._opened(file)
             self._names = set(self._open.keys())
         if name not in self._names:
-            raise WeightsError(f"{self.folder / file}: tensor {name} is missing, though the index names it")
+            raise WeightsError(
+                f"{self.folder / file}: tensor {name} is missing, though the index names it"
+            )
         return self._open
 
 
@@ -76,7 +82,7 @@ class HFReader:
 def written_beside(destination: str | Path) -> Iterator[Path]:
     """A new folder to write into; it takes its name only when the block ends well."""
     destination = Path(destination)
-    refuse_non_empty(destination)
+    check_empty(destination)
     partial = destination.with_name(f"{destination.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -90,7 +96,7 @@ def written_beside(destination: str | Path) -> Iterator[Path]:
     os.replace(partial, destination)
 
 
-def refuse_non_empty(folder: str | Path) -> None:
+def check_empty(folder: str | Path) -> None:
     folder = Path(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise WeightsError(f"{folder}: is not empty; give a new folder, nothing is overwritten")
@@ -133,14 +139,22 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
         file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         os.replace(folder / f"shard-{i}", folder / file)
         weight_map.update(dict.fromkeys(names, file))
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    )
 
 
 def copy_companions(source: str | Path, destination: Path) -> None:
     """Config, tokenizer and templates: every file of the folder that is not a weight."""
     destination.mkdir(exist_ok=True)
     for file in sorted(Path(source).iterdir()):
-        is_weight = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(".index.json")
+        is_weight = file.suffix in (
+            ".safetensors",
+            ".bin",
+            ".pt",
+            ".pth",
+            ".gguf",
+        ) or file.name.endswith(".index.json")
         if file.is_file() and not is_weight:
             shutil.copy2(file, destination / file.name)
 

@@ -34,9 +34,6 @@ from torch import Tensor
 from megastep.errors import WeightsError
 from megastep.models.architecture import Architecture
 
-
-
-
 # ---------------------------------------------------------------- forms
 
 
@@ -109,7 +106,9 @@ class QKV(Whole):
     axis = hf_axis = 0
 
     def join(self, tensors, arch):
-        return torch.cat([t.unflatten(0, (arch.kv_heads, -1, arch.head_dim)) for t in tensors], dim=1)
+        return torch.cat(
+            [t.unflatten(0, (arch.kv_heads, -1, arch.head_dim)) for t in tensors], dim=1
+        )
 
     def part(self, logical, arch, first=0):
         q_heads = arch.heads // arch.kv_heads
@@ -149,36 +148,92 @@ EMBEDDING = (
 )
 _M, _A = "decoder.layers.{layer}.", "model.layers.{layer}.self_attn."
 ATTENTION = (
-    Rule(_M + "input_layernorm.weight", Whole(), (("model.layers.{layer}.input_layernorm.weight", "H"),)),
-    Rule(_M + "self_attention.linear_qkv.weight", QKV(),
-         ((_A + "q_proj.weight", "Q H"), (_A + "k_proj.weight", "K H"), (_A + "v_proj.weight", "K H"))),
-    Rule(_M + "self_attention.linear_qkv.bias", QKV(),
-         ((_A + "q_proj.bias", "Q"), (_A + "k_proj.bias", "K"), (_A + "v_proj.bias", "K")), when="qkv_bias"),
-    Rule(_M + "self_attention.q_layernorm.weight", Whole(), ((_A + "q_norm.weight", "D"),), when="qk_norm"),
-    Rule(_M + "self_attention.k_layernorm.weight", Whole(), ((_A + "k_norm.weight", "D"),), when="qk_norm"),
+    Rule(
+        _M + "input_layernorm.weight",
+        Whole(),
+        (("model.layers.{layer}.input_layernorm.weight", "H"),),
+    ),
+    Rule(
+        _M + "self_attention.linear_qkv.weight",
+        QKV(),
+        (
+            (_A + "q_proj.weight", "Q H"),
+            (_A + "k_proj.weight", "K H"),
+            (_A + "v_proj.weight", "K H"),
+        ),
+    ),
+    Rule(
+        _M + "self_attention.linear_qkv.bias",
+        QKV(),
+        ((_A + "q_proj.bias", "Q"), (_A + "k_proj.bias", "K"), (_A + "v_proj.bias", "K")),
+        when="qkv_bias",
+    ),
+    Rule(
+        _M + "self_attention.q_layernorm.weight",
+        Whole(),
+        ((_A + "q_norm.weight", "D"),),
+        when="qk_norm",
+    ),
+    Rule(
+        _M + "self_attention.k_layernorm.weight",
+        Whole(),
+        ((_A + "k_norm.weight", "D"),),
+        when="qk_norm",
+    ),
     Rule(_M + "self_attention.linear_proj.weight", Rows(), ((_A + "o_proj.weight", "H Q"),)),
-    Rule(_M + "self_attention.linear_proj.bias", Whole(), ((_A + "o_proj.bias", "H"),), when="all_bias"),
-    Rule(_M + "pre_mlp_layernorm.weight", Whole(), (("model.layers.{layer}.post_attention_layernorm.weight", "H"),)),
+    Rule(
+        _M + "self_attention.linear_proj.bias",
+        Whole(),
+        ((_A + "o_proj.bias", "H"),),
+        when="all_bias",
+    ),
+    Rule(
+        _M + "pre_mlp_layernorm.weight",
+        Whole(),
+        (("model.layers.{layer}.post_attention_layernorm.weight", "H"),),
+    ),
 )
 _F = "model.layers.{layer}.mlp."
 DENSE = (
-    Rule(_M + "mlp.linear_fc1.weight", GateUp(),
-         ((_F + "gate_proj.weight", "F H"), (_F + "up_proj.weight", "F H")), layers="dense"),
-    Rule(_M + "mlp.linear_fc1.bias", GateUp(),
-         ((_F + "gate_proj.bias", "F"), (_F + "up_proj.bias", "F")), layers="dense", when="all_bias"),
+    Rule(
+        _M + "mlp.linear_fc1.weight",
+        GateUp(),
+        ((_F + "gate_proj.weight", "F H"), (_F + "up_proj.weight", "F H")),
+        layers="dense",
+    ),
+    Rule(
+        _M + "mlp.linear_fc1.bias",
+        GateUp(),
+        ((_F + "gate_proj.bias", "F"), (_F + "up_proj.bias", "F")),
+        layers="dense",
+        when="all_bias",
+    ),
     Rule(_M + "mlp.linear_fc2.weight", Rows(), ((_F + "down_proj.weight", "H F"),), layers="dense"),
-    Rule(_M + "mlp.linear_fc2.bias", Whole(), ((_F + "down_proj.bias", "H"),), layers="dense", when="all_bias"),
+    Rule(
+        _M + "mlp.linear_fc2.bias",
+        Whole(),
+        ((_F + "down_proj.bias", "H"),),
+        layers="dense",
+        when="all_bias",
+    ),
 )
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     """The expert layers of a family that keeps them in `block` under these names."""
-    router, one = f"model.layers.{{layer}}.{block}.gate.weight", f"model.layers.{{layer}}.{block}.experts.{{expert}}."
+    router, one = (
+        f"model.layers.{{layer}}.{block}.gate.weight",
+        f"model.layers.{{layer}}.{block}.experts.{{expert}}.",
+    )
     local = _M + "mlp.experts.local_experts.{expert}."
     return (
         Rule(_M + "mlp.router.weight", Whole(), ((router, "E H"),), layers="moe"),
-        Rule(local + "linear_fc1.weight", GateUp(),
-             ((f"{one}{gate}.weight", "X H"), (f"{one}{up}.weight", "X H")), layers="moe"),
+        Rule(
+            local + "linear_fc1.weight",
+            GateUp(),
+            ((f"{one}{gate}.weight", "X H"), (f"{one}{up}.weight", "X H")),
+            layers="moe",
+        ),
         Rule(local + "linear_fc2.weight", Rows(), ((f"{one}{down}.weight", "H X"),), layers="moe"),
     )
 
@@ -187,9 +242,13 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "llama": EMBEDDING + ATTENTION + DENSE,
     "qwen2": EMBEDDING + ATTENTION + DENSE,
     "qwen3": EMBEDDING + ATTENTION + DENSE,
-    "qwen3_moe": EMBEDDING + ATTENTION + DENSE + experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_moe": EMBEDDING
+    + ATTENTION
+    + DENSE
+    + experts("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": EMBEDDING + ATTENTION + experts("block_sparse_moe", "w1", "w3", "w2"),
 }
+
 
 @dataclass(frozen=True)
 class Row:
@@ -225,16 +284,22 @@ def _applies(rule: Rule, arch: Architecture) -> bool:
 
 def _add(rows: dict[str, Row], rule: Rule, arch: Architecture, layer=None, expert=None) -> None:
     sizes = {
-        "H": arch.hidden, "Q": arch.heads * arch.head_dim, "K": arch.kv_heads * arch.head_dim, "D": arch.head_dim,
-        "F": arch.ffn_hidden, "V": arch.vocab,
-        "E": arch.experts and arch.experts.count, "X": arch.experts and arch.experts.hidden,
+        "H": arch.hidden,
+        "Q": arch.heads * arch.head_dim,
+        "K": arch.kv_heads * arch.head_dim,
+        "D": arch.head_dim,
+        "F": arch.ffn_hidden,
+        "V": arch.vocab,
+        "E": arch.experts and arch.experts.count,
+        "X": arch.experts and arch.experts.hidden,
     }
     name = rule.megatron.format(layer=layer, expert=expert)
     rows[name] = Row(
         megatron=name,
         form=rule.form,
         hf=tuple(
-            (hf.format(layer=layer, expert=expert), tuple(sizes[s] for s in shape.split())) for hf, shape in rule.hf
+            (hf.format(layer=layer, expert=expert), tuple(sizes[s] for s in shape.split()))
+            for hf, shape in rule.hf
         ),
         is_expert=expert is not None,
         is_copy=rule.when == "tied",
@@ -249,16 +314,18 @@ def to_megatron(row: Row, read, arch: Architecture, cut: int = 0, cuts: int = 1)
     tensors = []
     for name, shape in row.hf:
         tensors.append(read(name))
-        refuse_other_shape(name, tensors[-1].shape, shape)
+        check_shape(name, tensors[-1].shape, shape)
     logical = row.form.join(tensors, arch)
     if row.form.axis is not None:
         logical = logical.chunk(cuts, dim=row.form.axis)[cut]
     return row.form.flatten(logical)
 
 
-def refuse_other_shape(name: str, found, wanted: tuple[int, ...]) -> None:
+def check_shape(name: str, found, wanted: tuple[int, ...]) -> None:
     if tuple(found) != wanted:
-        raise WeightsError(f"tensor {name} has shape {list(found)}, by config.json it should have {list(wanted)}")
+        raise WeightsError(
+            f"tensor {name} has shape {list(found)}, by config.json it should have {list(wanted)}"
+        )
 
 
 def from_megatron(row: Row, cuts: list[Tensor], arch: Architecture) -> Iterator[tuple[str, Tensor]]:

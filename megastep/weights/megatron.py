@@ -12,15 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastep.models.architecture import Architecture
 from megastep.distributed import parallel
+from megastep.models.architecture import Architecture
 from megastep.weights.mapping import Row, from_megatron, rows_of, to_megatron
 
 # Transformer Engine's layers hold a norm inside the linear layer after it, and experts as numbered weights.
 _TE_NAMES = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), r"input_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), r"pre_mlp_layernorm.weight"),
-    (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.\1.weight"),
+    (
+        re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"),
+        r"mlp.experts.local_experts.\2.\1.weight",
+    ),
 )
 
 
@@ -61,7 +64,9 @@ def load_hf(chunks: list, arch: Architecture, read) -> None:
             param.copy_(to_megatron(row, read, arch, cut, cuts))
 
 
-def export_hf(chunks: list, arch: Architecture, bucket_bytes: int = 1 << 28) -> Iterator[tuple[str, Tensor]]:
+def export_hf(
+    chunks: list, arch: Architecture, bucket_bytes: int = 1 << 28
+) -> Iterator[tuple[str, Tensor]]:
     """The whole model as HF tensors, one at a time, on rank 0; every rank must run through the iterator.
 
     On the other ranks it yields nothing. Memory: one bucket.
@@ -71,7 +76,9 @@ def export_hf(chunks: list, arch: Architecture, bucket_bytes: int = 1 << 28) -> 
             yield name, tensor
 
 
-def gathered_hf(chunks: list, arch: Architecture, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+def gathered_hf(
+    chunks: list, arch: Architecture, bucket_bytes: int
+) -> Iterator[tuple[str, Tensor]]:
     """The whole model as HF tensors, one at a time, on every rank.
 
     Each holder broadcasts its cuts of a bucket in one message.
@@ -89,7 +96,11 @@ def local_cuts(chunks: list, arch: Architecture) -> dict[str, Tensor]:
 
 
 def cut_of(row: Row, place: parallel.Place) -> tuple[int, int]:
-    return (place.expert_tensor, place.expert_tensor_size) if row.is_expert else (place.tensor, place.tensor_size)
+    return (
+        (place.expert_tensor, place.expert_tensor_size)
+        if row.is_expert
+        else (place.tensor, place.tensor_size)
+    )
 
 
 @dataclass(frozen=True)
@@ -114,12 +125,16 @@ def find_holders(local: dict[str, Tensor]) -> dict[str, list[list[Holder]]]:
     """For every parameter and every cut of it, in order, the ranks that have it; a whole one counts as one cut."""
     place = parallel.place()
     everywhere: list = [None] * place.world
-    dist.all_gather_object(everywhere, (place, {name: (p.shape, p.dtype) for name, p in local.items()}))
+    dist.all_gather_object(
+        everywhere, (place, {name: (p.shape, p.dtype) for name, p in local.items()})
+    )
     holders: dict[str, dict[int, list[Holder]]] = {}
     for where, held in everywhere:
         for name, (shape, dtype) in held.items():
             cut = where.expert_tensor if ".local_experts." in name else where.tensor
-            holders.setdefault(name, {}).setdefault(cut, []).append(Holder(where.rank, shape, dtype))
+            holders.setdefault(name, {}).setdefault(cut, []).append(
+                Holder(where.rank, shape, dtype)
+            )
     return {name: [cuts[cut] for cut in sorted(cuts)] for name, cuts in holders.items()}
 
 
@@ -146,16 +161,22 @@ def holders_needed(row: Row, holders: dict) -> list[list[Holder]]:
     return cuts if row.form.axis is not None else [[holder for cut in cuts for holder in cut]]
 
 
-def _broadcast_cuts(bucket: list[Row], local: dict[str, Tensor], holders: dict) -> dict[str, list[Tensor]]:
+def _broadcast_cuts(
+    bucket: list[Row], local: dict[str, Tensor], holders: dict
+) -> dict[str, list[Tensor]]:
     """Every cut of the bucket, on every rank."""
     me = parallel.place().rank
-    cuts: dict[str, list] = {row.megatron: [None] * len(holders_needed(row, holders)) for row in bucket}
+    cuts: dict[str, list] = {
+        row.megatron: [None] * len(holders_needed(row, holders)) for row in bucket
+    }
     of_rank: dict[int, list[tuple[str, int, Holder]]] = {}
     for row in bucket:
         for index, (holder, *_) in enumerate(holders_needed(row, holders)):
             of_rank.setdefault(holder.rank, []).append((row.megatron, index, holder))
     for rank, items in sorted(of_rank.items()):
-        message = torch.empty(sum(holder.room for _, _, holder in items), dtype=torch.uint8, device=parallel.device())
+        message = torch.empty(
+            sum(holder.room for _, _, holder in items), dtype=torch.uint8, device=parallel.device()
+        )
         parts = message.split([holder.room for _, _, holder in items])
         for (name, index, holder), part in zip(items, parts, strict=True):
             cuts[name][index] = part[: holder.nbytes].view(holder.dtype).view(holder.shape)

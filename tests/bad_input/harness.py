@@ -60,7 +60,10 @@ def no_processes() -> Iterator[None]:
     def accepted(*_, **__):
         raise Accepted("the command went on to start Ray")
 
-    with mock.patch("ray.init", accepted), mock.patch("megastep.cluster.Cluster.__enter__", accepted):
+    with (
+        mock.patch("ray.init", accepted),
+        mock.patch("megastep.cluster.Cluster.__enter__", accepted),
+    ):
         yield
 
 
@@ -68,7 +71,12 @@ def run(*argv: str, limit_s: int = LIMIT_S) -> Result:
     """`megastep ARGV` in this process. An exception that leaves the command is the test's failure."""
     out, err = io.StringIO(), io.StringIO()
     term = signal.getsignal(signal.SIGTERM)  # the command takes it
-    with no_processes(), time_limit(limit_s), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        no_processes(),
+        time_limit(limit_s),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         try:
             code = cli.main([str(argument) for argument in argv])
         except SystemExit as exit:  # argparse
@@ -89,7 +97,11 @@ def refused(*argv: str, names: str = "", limit_s: int = LIMIT_S) -> list[str]:
 def check_lines(lines: list[str], names: str = "") -> None:
     assert lines, "refused without a word"
     assert not any("Traceback" in line for line in lines), "\n".join(lines)
-    told = [line for line in lines if line.startswith(("error: ", "megastep", "usage: ", "warning: "))]
+    told = [
+        line for line in lines if line.startswith(("error: ", "megastep", "usage: ", "warning: "))
+    ]
     assert told == lines or lines[0].startswith("usage: "), "\n".join(lines)
-    assert all(len(line) <= LINE_LENGTH for line in lines), f"a line of {max(map(len, lines))} characters"
+    assert all(len(line) <= LINE_LENGTH for line in lines), (
+        f"a line of {max(map(len, lines))} characters"
+    )
     assert any(names in line for line in lines), f"{names!r} is not named in\n" + "\n".join(lines)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from megastep.models.architecture import read_architecture
 from megastep.checkpoint.loop_state import LoopState
 from megastep.checkpoint.manifest import MANIFEST
 from megastep.checkpoint.unpickle import _covers
+from megastep.models.architecture import read_architecture
 from tests.bad_input.harness import CONFIG, Accepted, check_lines, refused, run
-from tests.payloads import plant, seal_again
 from tests.conversion.test_offline import convert
+from tests.payloads import plant, seal_again
 
 MODEL = Path("configs/models/chase")
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -27,14 +27,18 @@ OTHER_FILES = ("loop.json", "metadata.json", "ready.safetensors", "hf/config.jso
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """A checkpoint of the model of CONFIG after step 3."""
-    from megastep.weights.mapping import rows_of
-    from megastep.weights.hf_files import write_shards
     from megastep.conversion.offline import import_hf
+    from megastep.weights.hf_files import write_shards
+    from megastep.weights.mapping import rows_of
 
     root = tmp_path_factory.mktemp("whole")
     source = shutil.copytree(MODEL, root / "hf")
     rows = rows_of(read_architecture(source))
-    write_shards(source, ((name, torch.zeros(shape)) for row in rows.values() for name, shape in row.hf), 1 << 30)
+    write_shards(
+        source,
+        ((name, torch.zeros(shape)) for row in rows.values() for name, shape in row.hf),
+        1 << 30,
+    )
     import_hf(source, root / "step_3")
     LoopState(step=3).write(root / "step_3")
     seal_again(root / "step_3")
@@ -57,7 +61,9 @@ def play(checkpoint: Path) -> tuple[str, ...]:
 
 def export_refused(checkpoint: Path, names: str) -> None:
     done = convert("export", checkpoint, checkpoint.parent / "exported")
-    lines = [line for line in done.stderr.splitlines() if line and not line.startswith("export:")]  # the bar
+    lines = [
+        line for line in done.stderr.splitlines() if line and not line.startswith("export:")
+    ]  # the bar
     assert done.returncode == 2, done.stderr
     check_lines(lines, names)
     assert len(lines) == 1 and not list(checkpoint.parent.glob("exported*"))
@@ -90,7 +96,9 @@ def test_code_in_a_tensor_is_never_run(copy, tmp_path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("file", [".metadata", "common.pt", "metadata.json", "loop.json", "hf/tokenizer.json"])
+@pytest.mark.parametrize(
+    "file", [".metadata", "common.pt", "metadata.json", "loop.json", "hf/tokenizer.json"]
+)
 def test_a_flipped_bit_is_found(file, copy):
     content = bytearray((copy / file).read_bytes())
     content[len(content) // 2] ^= 1
@@ -118,13 +126,28 @@ MANIFESTS = {
     "layout": [3, "tp2", [], True],
     "with_optimizer": [None, "yes", 1, []],
     "optimizer_steps": [None, "1", 1.5, []],
-    "files": [None, 3, "all", [], ["a"], {"a": 3}, {"a": None}, {"a": {}}, {"../a": {"bytes": 1, "sha256": ""}},
-              {"/etc/passwd": {"bytes": 1, "sha256": ""}}, {"a": {"bytes": "1", "sha256": ""}},
-              {"a": {"bytes": 1, "sha256": 1}}, {"": {"bytes": 1, "sha256": ""}}, {"a\0b": {"bytes": 1, "sha256": ""}}],
+    "files": [
+        None,
+        3,
+        "all",
+        [],
+        ["a"],
+        {"a": 3},
+        {"a": None},
+        {"a": {}},
+        {"../a": {"bytes": 1, "sha256": ""}},
+        {"/etc/passwd": {"bytes": 1, "sha256": ""}},
+        {"a": {"bytes": "1", "sha256": ""}},
+        {"a": {"bytes": 1, "sha256": 1}},
+        {"": {"bytes": 1, "sha256": ""}},
+        {"a\0b": {"bytes": 1, "sha256": ""}},
+    ],
 }
 
 
-@pytest.mark.parametrize("key, value", [(key, value) for key, values in MANIFESTS.items() for value in values], ids=str)
+@pytest.mark.parametrize(
+    "key, value", [(key, value) for key, values in MANIFESTS.items() for value in values], ids=str
+)
 def test_a_manifest_of_other_types_is_refused(key, value, copy):
     rewrite(copy / MANIFEST, **{key: value})
     (line,) = refused(*play(copy), names=str(copy))
@@ -139,8 +162,18 @@ def test_a_manifest_without_an_entry_is_refused(key, copy):
     refused(*play(copy), names=f"{copy / MANIFEST}: {key}")
 
 
-TEXTS = ["", "{", "[]", "3", "null", '"x"', DEEP, '{"a":' * 5000 + "1" + "}" * 5000, "\0\0",
-         '{"step": ' + "9" * 5000 + "}"]
+TEXTS = [
+    "",
+    "{",
+    "[]",
+    "3",
+    "null",
+    '"x"',
+    DEEP,
+    '{"a":' * 5000 + "1" + "}" * 5000,
+    "\0\0",
+    '{"step": ' + "9" * 5000 + "}",
+]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:12] or "empty")
@@ -168,21 +201,33 @@ LOOPS = {
     "position": [None, 3, [], {"row": "x"}, {"row": 1.5}],
     "unfinished": [None, 3, {}, ["x"], [None], [[1]]],
     "ready_begun": [None, {}, ["x"]],
-    "pushed": [None, 3, ["x"], [1.5]],
+    "synced_versions": [None, 3, ["x"], [1.5]],
     "evaluates": [None, 1, "yes"],
     "surplus": [1],
 }
 
 
-@pytest.mark.parametrize("key, value", [(key, value) for key, values in LOOPS.items() for value in values], ids=str)
+@pytest.mark.parametrize(
+    "key, value", [(key, value) for key, values in LOOPS.items() for value in values], ids=str
+)
 def test_a_loop_state_of_other_types_is_refused(key, value, copy):
     rewrite(copy / "loop.json", **{key: value})
     seal_again(copy)
     refused(*resume(copy), names=f"{copy / 'loop.json'}: ")
 
 
-ORIGINS = ["", "[]", "3", "null", DEEP, "{}", '{"checkpoint": 3, "reference": null}', '{"checkpoint": "a"}',
-           '{"checkpoint": null, "reference": null}', '{"checkpoint": "a", "reference": [1]}']
+ORIGINS = [
+    "",
+    "[]",
+    "3",
+    "null",
+    DEEP,
+    "{}",
+    '{"checkpoint": 3, "reference": null}',
+    '{"checkpoint": "a"}',
+    '{"checkpoint": null, "reference": null}',
+    '{"checkpoint": "a", "reference": [1]}',
+]
 
 
 @pytest.mark.parametrize("text", ORIGINS, ids=lambda text: text[:40] or "empty")
@@ -198,31 +243,57 @@ def test_a_file_in_the_place_of_the_checkpoints_is_refused(name, tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / name).write_text("")
     for command in ("train", "eval"):
-        refused(command, CONFIG, f"run.dir={tmp_path}", "run.name=r", names=f"{tmp_path / 'r' / name}: a folder")
+        refused(
+            command,
+            CONFIG,
+            f"run.dir={tmp_path}",
+            "run.name=r",
+            names=f"{tmp_path / 'r' / name}: a folder",
+        )
 
 
 LONG = "long" * 75  # a name may have 255 bytes
 
 
-@pytest.mark.parametrize("argv", [
-    ("train", CONFIG, f"run.resume={LONG}"), ("eval", CONFIG, f"run.resume={LONG}"),
-    ("train", CONFIG, f"run.dir={LONG}"), ("eval", CONFIG, f"run.dir={LONG}", "run.name=r"),
-    ("rollout", CONFIG, "--out", LONG),
-    ("export", LONG, "exported"), ("export", "checkpoint", LONG), ("import", LONG, "imported"), ("view", LONG),
-    ("view", LONG, "--model", "m"),
-], ids=lambda argv: " ".join(argv).replace(LONG, "LONG"))
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("train", CONFIG, f"run.resume={LONG}"),
+        ("eval", CONFIG, f"run.resume={LONG}"),
+        ("train", CONFIG, f"run.dir={LONG}"),
+        ("eval", CONFIG, f"run.dir={LONG}", "run.name=r"),
+        ("rollout", CONFIG, "--out", LONG),
+        ("export", LONG, "exported"),
+        ("export", "checkpoint", LONG),
+        ("import", LONG, "imported"),
+        ("view", LONG),
+        ("view", LONG, "--model", "m"),
+    ],
+    ids=lambda argv: " ".join(argv).replace(LONG, "LONG"),
+)
 def test_a_name_that_no_file_can_have_is_refused(argv):
     refused(*argv, names=LONG[:80])
 
 
 def test_an_origin_with_a_name_that_no_file_can_have_is_refused(tmp_path):
     (tmp_path / "origin.json").write_text(json.dumps({"checkpoint": f"/{LONG}", "reference": None}))
-    refused("train", CONFIG, f"run.dir={tmp_path.parent}", f"run.name={tmp_path.name}", names=f"/{LONG[:79]}")
+    refused(
+        "train",
+        CONFIG,
+        f"run.dir={tmp_path.parent}",
+        f"run.name={tmp_path.name}",
+        names=f"/{LONG[:79]}",
+    )
 
 
-@pytest.mark.parametrize("files, names", [
-    ([".metadata"], ".metadata: missing"), (["common.pt"], "common.pt: missing"), ([MANIFEST], "no megastep.json"),
-])
+@pytest.mark.parametrize(
+    "files, names",
+    [
+        ([".metadata"], ".metadata: missing"),
+        (["common.pt"], "common.pt: missing"),
+        ([MANIFEST], "no megastep.json"),
+    ],
+)
 def test_a_missing_file_is_named(files, names, copy):
     for file in files:
         (copy / file).unlink()
@@ -256,10 +327,19 @@ def make_shapes_strings(found):
         stored.size = "large"
 
 
-@pytest.mark.parametrize("change", [
-    lead_outside, lie_about_offsets, drop_descriptions, make_shapes_strings, lambda found: [1, 2],
-    lambda found: found.storage_data, lambda found: "metadata",
-], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lead_outside,
+        lie_about_offsets,
+        drop_descriptions,
+        make_shapes_strings,
+        lambda found: [1, 2],
+        lambda found: found.storage_data,
+        lambda found: "metadata",
+    ],
+    ids=lambda change: change.__name__,
+)
 def test_metadata_that_misleads_is_refused(change, copy):
     metadata_with(copy, change)
     refused(*play(copy), names=f"{copy / '.metadata'}: ")
@@ -276,12 +356,20 @@ def cut_into(*corners):
     get the same."""
 
     def change(found):
-        key, stored = next((k, s) for k, s in found.state_dict_metadata.items() if s is first_tensor(found))
+        key, stored = next(
+            (k, s) for k, s in found.state_dict_metadata.items() if s is first_tensor(found)
+        )
         place = next(place for index, place in found.storage_data.items() if index.fqn == key)
-        stored.chunks = [ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes))
-                         for begin, sizes in (corner(*stored.size) for corner in corners)]
-        found.storage_data = {index: p for index, p in found.storage_data.items() if index.fqn != key}
-        found.storage_data.update({MetadataIndex(key, chunk.offsets): place for chunk in stored.chunks})
+        stored.chunks = [
+            ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes))
+            for begin, sizes in (corner(*stored.size) for corner in corners)
+        ]
+        found.storage_data = {
+            index: p for index, p in found.storage_data.items() if index.fqn != key
+        }
+        found.storage_data.update(
+            {MetadataIndex(key, chunk.offsets): place for chunk in stored.chunks}
+        )
 
     return change
 
@@ -307,16 +395,24 @@ UNCOVERED = {
     "a chunk of fewer dimensions": cut_into(lambda rows, columns: ([0], [rows * columns])),
     "a chunk before the beginning": cut_into(lambda rows, columns: ([-5, 0], [rows, columns])),
     "a chunk of negative size": cut_into(lambda rows, columns: ([0, 0], [-rows, -columns])),
-    "a chunk beyond the end": cut_into(lambda rows, columns: ([0, 0], [rows, columns]),
-                                       lambda rows, columns: ([rows, 0], [1, columns])),
+    "a chunk beyond the end": cut_into(
+        lambda rows, columns: ([0, 0], [rows, columns]),
+        lambda rows, columns: ([rows, 0], [1, columns]),
+    ),
     "a missing half": cut_into(lambda rows, columns: ([0, 0], [rows // 2, columns])),
-    "halves that overlap": cut_into(lambda rows, columns: ([0, 0], [rows // 2 + 1, columns]),
-                                    lambda rows, columns: ([rows // 2, 0], [rows - rows // 2, columns])),
-    "a hole as large as an overlap": cut_into(lambda rows, columns: ([0, 0], [2, columns]),
-                                              lambda rows, columns: ([1, 0], [rows - 2, columns])),
-    "a missing quarter": cut_into(lambda rows, columns: ([0, 0], [1, 1]),
-                                  lambda rows, columns: ([1, 0], [rows - 1, 1]),
-                                  lambda rows, columns: ([0, 1], [1, columns - 1])),
+    "halves that overlap": cut_into(
+        lambda rows, columns: ([0, 0], [rows // 2 + 1, columns]),
+        lambda rows, columns: ([rows // 2, 0], [rows - rows // 2, columns]),
+    ),
+    "a hole as large as an overlap": cut_into(
+        lambda rows, columns: ([0, 0], [2, columns]),
+        lambda rows, columns: ([1, 0], [rows - 2, columns]),
+    ),
+    "a missing quarter": cut_into(
+        lambda rows, columns: ([0, 0], [1, 1]),
+        lambda rows, columns: ([1, 0], [rows - 1, 1]),
+        lambda rows, columns: ([0, 1], [1, columns - 1]),
+    ),
     "a chunk twice": lambda found: first_tensor(found).chunks.append(first_tensor(found).chunks[0]),
     "a chunk that is not stored": store_nothing,
     "a chunk elsewhere than stored": move_one,
@@ -334,14 +430,21 @@ def test_a_tensor_that_is_not_stored_whole_is_refused(change, copy):
 
 def test_thousands_of_chunks_are_checked_in_a_moment():
     """Each by its own row and column."""
-    chunks = [ChunkStorageMetadata(torch.Size([row, column]), torch.Size([1, 1]))
-              for row in range(200) for column in range(200)]
+    chunks = [
+        ChunkStorageMetadata(torch.Size([row, column]), torch.Size([1, 1]))
+        for row in range(200)
+        for column in range(200)
+    ]
     begin = time.monotonic()
-    assert _covers(torch.Size([200, 200]), chunks) and not _covers(torch.Size([200, 200]), chunks[1:])
+    assert _covers(torch.Size([200, 200]), chunks) and not _covers(
+        torch.Size([200, 200]), chunks[1:]
+    )
     assert time.monotonic() - begin < 2
 
 
-@pytest.mark.parametrize("kind", [list, dict, torch.zeros(3), torch.zeros(1, 1), torch.zeros(1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [list, dict, torch.zeros(3), torch.zeros(1, 1), torch.zeros(1, 1, 1)], ids=str
+)
 def test_a_tensor_of_another_shape_in_the_files_is_refused(kind, copy):
     """The metadata is right; what it leads to is not."""
     blob = io.BytesIO()
@@ -351,7 +454,9 @@ def test_a_tensor_of_another_shape_in_the_files_is_refused(kind, copy):
         (file,) = copy.glob("*.distcp")
         index = next(index for index in found.storage_data if len(index.offset) == 2)
         place = found.storage_data[index]
-        found.storage_data[index] = replace(place, offset=file.stat().st_size, length=len(blob.getvalue()))
+        found.storage_data[index] = replace(
+            place, offset=file.stat().st_size, length=len(blob.getvalue())
+        )
         file.write_bytes(file.read_bytes() + blob.getvalue())
 
     metadata_with(copy, mislead)
@@ -396,8 +501,15 @@ def test_code_beside_a_model_is_not_imported(tmp_path):
 
     folder, marker = shutil.copytree(MODEL, tmp_path / "model"), tmp_path / "marker"
     (folder / "own.py").write_text(f"import os; os.mkdir({str(marker)!r})\nclass Own: pass\n")
-    rewrite(folder / "config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
-    rewrite(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", "own.Own"]}, tokenizer_class="Own")
+    rewrite(
+        folder / "config.json",
+        auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"},
+    )
+    rewrite(
+        folder / "tokenizer_config.json",
+        auto_map={"AutoTokenizer": ["own.Own", "own.Own"]},
+        tokenizer_class="Own",
+    )
     read_architecture(folder)
     load_tokenizer(folder)
     assert not marker.exists()

@@ -8,10 +8,10 @@ import pyarrow.parquet
 import pytest
 
 import megastep.trainer.loop  # noqa: F401  imported here, so that no case pays for it
-from megastep.errors import DataError
 from megastep.envs.guess import Guess
 from megastep.envs.search import Search
 from megastep.envs.sql import SQL
+from megastep.errors import DataError
 from megastep.rollout.data import read_rows
 
 from .harness import CONFIG, check_lines, refused
@@ -71,11 +71,19 @@ def test_c1_lines(name, tmp_path):
     assert problem.startswith(f"{path}:2: ") and message in problem
 
 
-@pytest.mark.parametrize("content, rows", [
-    (b"\xef\xbb\xbf" + GOOD, 1), (b"\xef\xbb\xbf\n" + GOOD, 1), (GOOD.replace(b"\n", b"\r\n") * 2, 2), (b"\n\n" + GOOD + b"  \n\t\n", 1),
-    (b'{"secret": 1, "note": "a\xe2\x80\xa8b\xe2\x80\xa9c\xc2\x85d"}\n', 1), (GOOD.strip(), 1),
-    (b'{"secret": 1, "note": "\\ud83d\\ude00"}\n', 1), (b'{"secret": 1, "note": "\\\\ud800"}\n', 1),
-])
+@pytest.mark.parametrize(
+    "content, rows",
+    [
+        (b"\xef\xbb\xbf" + GOOD, 1),
+        (b"\xef\xbb\xbf\n" + GOOD, 1),
+        (GOOD.replace(b"\n", b"\r\n") * 2, 2),
+        (b"\n\n" + GOOD + b"  \n\t\n", 1),
+        (b'{"secret": 1, "note": "a\xe2\x80\xa8b\xe2\x80\xa9c\xc2\x85d"}\n', 1),
+        (GOOD.strip(), 1),
+        (b'{"secret": 1, "note": "\\ud83d\\ude00"}\n', 1),
+        (b'{"secret": 1, "note": "\\\\ud800"}\n', 1),
+    ],
+)
 def test_what_is_read(content, rows, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
@@ -88,9 +96,30 @@ def test_a_file_that_is_all_wrong_is_told_in_a_few_lines(tmp_path):
     assert len(problems(path)) == 6
 
 
-@pytest.mark.parametrize("source", ["", ".", "x", "rows.csv", "rows.json", "rows", ".jsonl", "none/at/all.jsonl", "a\0b.jsonl",
-                                    "x" * 5000 + ".jsonl", "none.parquet", "hf:", "a\nb.jsonl", "/dev/null",
-                                    "generated.jsonl", "Generated", "http://x/y.jsonl", "~/x.jsonl", "rows.JSONL"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        ".",
+        "x",
+        "rows.csv",
+        "rows.json",
+        "rows",
+        ".jsonl",
+        "none/at/all.jsonl",
+        "a\0b.jsonl",
+        "x" * 5000 + ".jsonl",
+        "none.parquet",
+        "hf:",
+        "a\nb.jsonl",
+        "/dev/null",
+        "generated.jsonl",
+        "Generated",
+        "http://x/y.jsonl",
+        "~/x.jsonl",
+        "rows.JSONL",
+    ],
+)
 def test_sources(source):
     assert len(problems(source)) == 1
 
@@ -110,10 +139,14 @@ def test_files(made, suffix, tmp_path):
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "rows.jsonl")
-    assert problems(tmp_path / "rows.jsonl") == [f"{tmp_path}/rows.jsonl: cannot be read (not a file)"]
+    assert problems(tmp_path / "rows.jsonl") == [
+        f"{tmp_path}/rows.jsonl: cannot be read (not a file)"
+    ]
 
 
-@pytest.mark.parametrize("content", [b"text", b"PAR1", b"PAR1" + b"\0" * 100 + b"PAR1", b"\xff" * 1000])
+@pytest.mark.parametrize(
+    "content", [b"text", b"PAR1", b"PAR1" + b"\0" * 100 + b"PAR1", b"\xff" * 1000]
+)
 def test_parquet_that_is_none(content, tmp_path):
     path = tmp_path / "rows.parquet"
     path.write_bytes(content)
@@ -122,16 +155,23 @@ def test_parquet_that_is_none(content, tmp_path):
 
 def test_parquet_with_text_that_is_no_unicode(tmp_path):
     bad = pyarrow.array([b"\xff\xfe"], pyarrow.binary()).view(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table({"secret": [1], "note": bad}), tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"secret": [1], "note": bad}), tmp_path / "rows.parquet"
+    )
     assert "cannot be read as Parquet" in problems(tmp_path / "rows.parquet")[0]
 
 
-@pytest.mark.parametrize("env, row, column", [
-    (SQL, {"question": "?", "database": "x"}, "sql"), (SQL, {"question": 1, "database": "x", "sql": "y"}, "question"),
-    (SQL, {"question": "?", "database": ["x"], "sql": "y"}, "database"),
-    (Search, {"question": "?", "answers": "x"}, "answers"), (Search, {"answers": ["x"]}, "question"),
-    (Search, {"question": None, "answers": ["x"]}, "question"),
-])
+@pytest.mark.parametrize(
+    "env, row, column",
+    [
+        (SQL, {"question": "?", "database": "x"}, "sql"),
+        (SQL, {"question": 1, "database": "x", "sql": "y"}, "question"),
+        (SQL, {"question": "?", "database": ["x"], "sql": "y"}, "database"),
+        (Search, {"question": "?", "answers": "x"}, "answers"),
+        (Search, {"answers": ["x"]}, "question"),
+        (Search, {"question": None, "answers": ["x"]}, "question"),
+    ],
+)
 def test_columns_of_environments(env, row, column, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
@@ -141,4 +181,10 @@ def test_columns_of_environments(env, row, column, tmp_path):
 @pytest.mark.parametrize("name", ["deep", "surrogate", "kind_long", "latin"])
 def test_c1_on_the_command_line(name, tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(LINES[name][0] + b"\n")
-    refused("train", CONFIG, "env.name=guess", f"data.train={tmp_path}/rows.jsonl", names=f"{tmp_path}/rows.jsonl:1: ")
+    refused(
+        "train",
+        CONFIG,
+        "env.name=guess",
+        f"data.train={tmp_path}/rows.jsonl",
+        names=f"{tmp_path}/rows.jsonl:1: ",
+    )

@@ -28,12 +28,53 @@ ROOT = Path(megastep.__path__[0]).resolve().parent
 SMALL = ("data.generated_rows=100", "warm_start.trajectories=0")
 
 NAMES = [
-    ":", "::", "x:", ":Y", ".x:Y", "..:Y", ".:Y", " ", "", "\t", "\n", "a\nb:C", "a:b:c", "a b:C", "a:b c", "1:2", "-x:Y",
-    "megastep.envs.chase:", "megastep.envs.chase:nope", "megastep.envs.chase:target", "megastep.envs.chase:Chase.start",
-    "megastep.envs.chase:Random", "megastep.rollout.env:Env", "megastep:Chase", "os:system", "os.path:join", "chase:Chase",
-    "json:JSONDecoder", "no.such.module:Env", "megastep..envs:Chase", "import os:Y", "x" * 5000, "x" * 5000 + ":Y",
-    "é:É", "\U0001f600:X", "None", "Chase", "CHASE", "env", "../chase:Chase", "/tmp/chase.py:Chase", "chase.py",
-    "builtins:object", "builtins:int", "abc:ABC", "lambda:x", "class:Class",
+    ":",
+    "::",
+    "x:",
+    ":Y",
+    ".x:Y",
+    "..:Y",
+    ".:Y",
+    " ",
+    "",
+    "\t",
+    "\n",
+    "a\nb:C",
+    "a:b:c",
+    "a b:C",
+    "a:b c",
+    "1:2",
+    "-x:Y",
+    "megastep.envs.chase:",
+    "megastep.envs.chase:nope",
+    "megastep.envs.chase:target",
+    "megastep.envs.chase:Chase.start",
+    "megastep.envs.chase:Random",
+    "megastep.rollout.env:Env",
+    "megastep:Chase",
+    "os:system",
+    "os.path:join",
+    "chase:Chase",
+    "json:JSONDecoder",
+    "no.such.module:Env",
+    "megastep..envs:Chase",
+    "import os:Y",
+    "x" * 5000,
+    "x" * 5000 + ":Y",
+    "é:É",
+    "\U0001f600:X",
+    "None",
+    "Chase",
+    "CHASE",
+    "env",
+    "../chase:Chase",
+    "/tmp/chase.py:Chase",
+    "chase.py",
+    "builtins:object",
+    "builtins:int",
+    "abc:ABC",
+    "lambda:x",
+    "class:Class",
 ]
 
 
@@ -53,13 +94,17 @@ def test_c12_names(name):
     assert problem(name).startswith("error: env.name = ")
 
 
-@pytest.mark.parametrize("name", [":", ".x:Y", " ", "", "a\nb:C", "megastep.envs.chase:target", "x" * 5000])
+@pytest.mark.parametrize(
+    "name", [":", ".x:Y", " ", "", "a\nb:C", "megastep.envs.chase:target", "x" * 5000]
+)
 def test_c12_names_on_the_command_line(name):
     refused("train", CONFIG, f"env.name={json.dumps(name)}", *SMALL, names="env.name")
 
 
 HEAD = "from megastep.rollout.env import Env, EnvError, Outcome\n"
-FULL = HEAD + """
+FULL = (
+    HEAD
+    + """
 class Mine(Env):
     columns = {{"a": int}}
     {init}
@@ -67,6 +112,7 @@ class Mine(Env):
     {step}
     {more}
 """
+)
 GOOD_STEP = "async def step(self, text, ids): return Outcome(done=True)"
 
 
@@ -85,7 +131,10 @@ MODULES = {
     "many_lines": ("raise ValueError('\\n'.join(map(str, range(10000))))\n", "ValueError: 0 1 2"),
     "long": ("raise ValueError('x' * 10**6)\n", "ValueError: xxx"),
     "surrogate": ("raise ValueError('\\ud800')\n", "ValueError: \\ud800"),
-    "mute": ("class E(Exception):\n    def __str__(self): raise ValueError\nraise E\n", "E: its text"),
+    "mute": (
+        "class E(Exception):\n    def __str__(self): raise ValueError\nraise E\n",
+        "E: its text",
+    ),
     "exits": ("import sys\nsys.exit()\n", "SystemExit"),
     "exits_0": ("import sys\nsys.exit(0)\n", "SystemExit: 0"),
     "exits_1": ("raise SystemExit('bye')\n", "SystemExit: bye"),
@@ -101,35 +150,87 @@ MODULES = {
     "none": ("Mine = None\n", "is no class derived from"),
     "no_base": ("class Mine: pass\n", "is no class derived from"),
     "module_getattr": ("def __getattr__(name): raise ValueError('odd')\n", "ValueError: odd"),
-    "abstract": (HEAD + "class Mine(Env): pass\n", "lacks async def start(self) and async def step"),
-    "no_step": (HEAD + "class Mine(Env):\n    async def start(self): return []\n", "lacks async def step(self, text"),
-    "plain_step": (mine("def step(self, text, ids): return Outcome()"), "Mine.step is not async; write async def step"),
-    "plain_start": (mine(more="def start(self): return []"), "Mine.start is not async; write async def start(self)"),
-    "plain_close": (mine(more="def close(self): pass"), "Mine.close is not async; write async def close(self)"),
+    "abstract": (
+        HEAD + "class Mine(Env): pass\n",
+        "lacks async def start(self) and async def step",
+    ),
+    "no_step": (
+        HEAD + "class Mine(Env):\n    async def start(self): return []\n",
+        "lacks async def step(self, text",
+    ),
+    "plain_step": (
+        mine("def step(self, text, ids): return Outcome()"),
+        "Mine.step is not async; write async def step",
+    ),
+    "plain_start": (
+        mine(more="def start(self): return []"),
+        "Mine.start is not async; write async def start(self)",
+    ),
+    "plain_close": (
+        mine(more="def close(self): pass"),
+        "Mine.close is not async; write async def close(self)",
+    ),
     "generator": (mine("async def step(self, text, ids): yield 1"), "Mine.step is not async"),
-    "one_argument": (mine("async def step(self, text): return Outcome()"), "Mine.step takes (self, text); write"),
-    "four_arguments": (mine("async def step(self, text, ids, x): return Outcome()"), "Mine.step takes"),
+    "one_argument": (
+        mine("async def step(self, text): return Outcome()"),
+        "Mine.step takes (self, text); write",
+    ),
+    "four_arguments": (
+        mine("async def step(self, text, ids, x): return Outcome()"),
+        "Mine.step takes",
+    ),
     "columns_list": (mine(more="columns = ['a']"), "Mine.columns is ['a']; write {name: type}"),
     "columns_none": (mine(more="columns = None"), "Mine.columns is None"),
     "columns_names": (mine(more="columns = {'a': 'int'}"), "Mine.columns is {'a': 'int'}"),
     "columns_keys": (mine(more="columns = {1: int}"), "Mine.columns is {1: "),
-    "no_signature": (mine(init="__init__ = type('Init', (), {'__call__': lambda *a: 1, '__signature__': 5})()"),
-                     "Mine.__init__: the class cannot be inspected, TypeError"),
-    "builtin_init": (mine(init="__init__ = dict.update"), "Mine.__init__: the class cannot be inspected, ValueError"),
-    "metaclass": (HEAD + "class M(type(Env)):\n    def __getattr__(cls, name): raise RuntimeError('odd')\n"
-                  + mine().replace("(Env)", "(Env, metaclass=M)"), "the class cannot be inspected, RuntimeError: odd"),
+    "no_signature": (
+        mine(init="__init__ = type('Init', (), {'__call__': lambda *a: 1, '__signature__': 5})()"),
+        "Mine.__init__: the class cannot be inspected, TypeError",
+    ),
+    "builtin_init": (
+        mine(init="__init__ = dict.update"),
+        "Mine.__init__: the class cannot be inspected, ValueError",
+    ),
+    "metaclass": (
+        HEAD
+        + "class M(type(Env)):\n    def __getattr__(cls, name): raise RuntimeError('odd')\n"
+        + mine().replace("(Env)", "(Env, metaclass=M)"),
+        "the class cannot be inspected, RuntimeError: odd",
+    ),
     "no_row": (mine(init="def __init__(self): pass"), "Mine takes no row"),
-    "needs_option": (mine(init="def __init__(self, row, *, url): pass"), "env.options.url: must be given"),
+    "needs_option": (
+        mine(init="def __init__(self, row, *, url): pass"),
+        "env.options.url: must be given",
+    ),
     "no_generate": (mine(), "Mine cannot generate episodes; give data.train a file"),
-    "generate_raises": (mine(more="generate = classmethod(lambda cls, random: 1 / 0)"),
-                        "Mine.generate raised ZeroDivisionError"),
-    "generate_exits": (mine(more="generate = classmethod(lambda cls, random: exit(3))"),
-                       "Mine.generate raised SystemExit"),
-    "generate_none": (mine(more="generate = classmethod(lambda cls, random: None)"), "row 1: holds a NoneType"),
-    "generate_list": (mine(more="generate = classmethod(lambda cls, random: [1])"), "row 1: holds a list"),
-    "generate_text": (mine(more="generate = classmethod(lambda cls, random: 'a')"), "row 1: holds a str"),
-    "generate_empty": (mine(more="generate = classmethod(lambda cls, random: {})"), "row 1: column a is missing"),
-    "generate_kind": (mine(more="generate = classmethod(lambda cls, random: {'a': 'x'})"), "column a is 'x'; int is"),
+    "generate_raises": (
+        mine(more="generate = classmethod(lambda cls, random: 1 / 0)"),
+        "Mine.generate raised ZeroDivisionError",
+    ),
+    "generate_exits": (
+        mine(more="generate = classmethod(lambda cls, random: exit(3))"),
+        "Mine.generate raised SystemExit",
+    ),
+    "generate_none": (
+        mine(more="generate = classmethod(lambda cls, random: None)"),
+        "row 1: holds a NoneType",
+    ),
+    "generate_list": (
+        mine(more="generate = classmethod(lambda cls, random: [1])"),
+        "row 1: holds a list",
+    ),
+    "generate_text": (
+        mine(more="generate = classmethod(lambda cls, random: 'a')"),
+        "row 1: holds a str",
+    ),
+    "generate_empty": (
+        mine(more="generate = classmethod(lambda cls, random: {})"),
+        "row 1: column a is missing",
+    ),
+    "generate_kind": (
+        mine(more="generate = classmethod(lambda cls, random: {'a': 'x'})"),
+        "column a is 'x'; int is",
+    ),
 }
 
 
@@ -141,14 +242,18 @@ def test_c12_modules(module, tmp_path, monkeypatch):
     assert message in problem(f"bad_env_{module}:Mine")
 
 
-@pytest.mark.parametrize("module", ["syntax", "exits_0", "prints", "plain_step", "generate_raises", "generate_kind"])
+@pytest.mark.parametrize(
+    "module", ["syntax", "exits_0", "prints", "plain_step", "generate_raises", "generate_kind"]
+)
 def test_c12_modules_beside_the_config(module, tmp_path, monkeypatch):
     source, message = MODULES[module]
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / f"bad_own_{module}.py").write_text(source)
     config = tmp_path / "config.yaml"
-    config.write_text(f"model: {{path: {ROOT}/configs/models/chase, init: random}}\nenv: {{name: 'bad_own_{module}:Mine'}}\n"
-                      "engine: {max_model_len: 256}\nrollout: {max_response_tokens: 9}\n")
+    config.write_text(
+        f"model: {{path: {ROOT}/configs/models/chase, init: random}}\nenv: {{name: 'bad_own_{module}:Mine'}}\n"
+        "engine: {max_model_len: 256}\nrollout: {max_response_tokens: 9}\n"
+    )
     assert any(message in line for line in refused("train", config, *SMALL))
 
 
@@ -162,16 +267,27 @@ ONE_GROUP = """
         return [Group(0, [Trajectory(0, 0, [step])])]
 """
 DEMONSTRATIONS = {
-    "raises": ("lambda cls, *a: 1 / 0", "Mine.demonstrations raised ZeroDivisionError: division by zero"),
+    "raises": (
+        "lambda cls, *a: 1 / 0",
+        "Mine.demonstrations raised ZeroDivisionError: division by zero",
+    ),
     "exits": ("lambda cls, *a: exit(3)", "Mine.demonstrations raised SystemExit"),
     "arguments": ("lambda cls: []", "Mine.demonstrations raised TypeError"),
     "own_error": ("lambda cls, *a: (_ for _ in ()).throw(EnvError('not\\nnow'))", "error: not now"),
-    "none": ("lambda cls, *a: None", "Mine.demonstrations returned None; a list of megastep.types.Group is needed"),
+    "none": (
+        "lambda cls, *a: None",
+        "Mine.demonstrations returned None; a list of megastep.types.Group is needed",
+    ),
     "nothing": ("lambda cls, *a: []", "Mine.demonstrations returned []; a list of"),
     "text": ("lambda cls, *a: ['x']", "Mine.demonstrations returned ['x']; a list of"),
-    "hollow": ("lambda cls, *a: [__import__('megastep.types').types.Group(0, [None])]",
-               "Mine.demonstrations returned groups that cannot be read: AttributeError"),
-    "not_last": (ONE_GROUP.format(token=3, last=False), "Mine.demonstrations: group 0, trajectory 0: steps marked"),
+    "hollow": (
+        "lambda cls, *a: [__import__('megastep.types').types.Group(0, [None])]",
+        "Mine.demonstrations returned groups that cannot be read: AttributeError",
+    ),
+    "not_last": (
+        ONE_GROUP.format(token=3, last=False),
+        "Mine.demonstrations: group 0, trajectory 0: steps marked",
+    ),
     "token": (ONE_GROUP.format(token=640, last=True), "640"),
 }
 
@@ -185,10 +301,18 @@ def test_c12_demonstrations(name, tmp_path, monkeypatch):
     more += made if "def " in made else f"demonstrations = classmethod({made})"
     (tmp_path / f"bad_demo_{name}.py").write_text(mine(more=more))
     config = tmp_path / "config.yaml"
-    config.write_text(f"model: {{path: {ROOT}/configs/models/chase, init: random}}\n"
-                      f"env: {{name: 'bad_demo_{name}:Mine'}}\n"
-                      "engine: {max_model_len: 256}\nrollout: {max_response_tokens: 9}\n")
-    (line,) = refused("train", config, "data.generated_rows=100", "warm_start.trajectories=2", f"run.dir={tmp_path}")
+    config.write_text(
+        f"model: {{path: {ROOT}/configs/models/chase, init: random}}\n"
+        f"env: {{name: 'bad_demo_{name}:Mine'}}\n"
+        "engine: {max_model_len: 256}\nrollout: {max_response_tokens: 9}\n"
+    )
+    (line,) = refused(
+        "train",
+        config,
+        "data.generated_rows=100",
+        "warm_start.trajectories=2",
+        f"run.dir={tmp_path}",
+    )
     assert message in line
 
 
@@ -209,27 +333,44 @@ def test_options(name, option, message):
     refused("train", CONFIG, f"env.name={name}", f"env.options.{option}", *SMALL, names=message)
 
 
-def test_e_an_environment_beside_the_config_or_in_the_working_directory_is_found(tmp_path, monkeypatch):
+def test_e_an_environment_beside_the_config_or_in_the_working_directory_is_found(
+    tmp_path, monkeypatch
+):
     """Accepted by name: what is refused is something else."""
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     base, here, own = tmp_path / "base", tmp_path / "here", tmp_path / "own"
     for folder, name in ((base, "env_of_base"), (here, "env_of_here"), (own, "env_of_own")):
         folder.mkdir()
         (folder / f"{name}.py").write_text(mine())
-    (base / "base.yaml").write_text(f"model: {{path: {ROOT}/configs/models/chase, init: random}}\n"
-                                    "engine: {max_model_len: 256}\nrollout: {max_response_tokens: 9}\n")
+    (base / "base.yaml").write_text(
+        f"model: {{path: {ROOT}/configs/models/chase, init: random}}\n"
+        "engine: {max_model_len: 256}\nrollout: {max_response_tokens: 9}\n"
+    )
     (own / "own.yaml").write_text("base: ../base/base.yaml\n")
     monkeypatch.chdir(here)
     for name in ("env_of_base", "env_of_here", "env_of_own"):
         result = run("train", own / "own.yaml", f"env.name={name}:Mine", *SMALL)
-        assert result.lines == ["error: Mine cannot generate episodes; give data.train a file"], result.err
-    refused("train", own / "own.yaml", "env.name=env_of_nobody:Mine", names="No module named 'env_of_nobody'")
+        assert result.lines == ["error: Mine cannot generate episodes; give data.train a file"], (
+            result.err
+        )
+    refused(
+        "train",
+        own / "own.yaml",
+        "env.name=env_of_nobody:Mine",
+        names="No module named 'env_of_nobody'",
+    )
 
 
 # ---------------------------------------------------------------- what an episode says
 
 RENDERER = {mode: Renderer(chats.tokenizer("qwen3"), mode) for mode in ("tokens", "chat")}
-LIMITS = Limits(max_turns=3, max_prompt_tokens=500, max_response_tokens=10, env_timeout_s=2.0, max_observation_chars=3000)
+LIMITS = Limits(
+    max_turns=3,
+    max_prompt_tokens=500,
+    max_response_tokens=10,
+    env_timeout_s=2.0,
+    max_observation_chars=3000,
+)
 OK = [{"role": "user", "content": "ab?"}]
 
 
@@ -246,7 +387,12 @@ class Says(Env):
 
 def play(env, mode) -> Group:
     """A group of it, which must pass through metrics and a file."""
-    agent = Agent(chats.Script(RENDERER[mode], ["ab<|im_end|>"]), RENDERER[mode], LIMITS, Sampling(max_tokens=0))
+    agent = Agent(
+        chats.Script(RENDERER[mode], ["ab<|im_end|>"]),
+        RENDERER[mode],
+        LIMITS,
+        Sampling(max_tokens=0),
+    )
     return Group(0, [asyncio.run(agent.play(lambda: env, 0, 0, "0/0"))])
 
 
@@ -270,13 +416,38 @@ class Odd:
 
 
 MESSAGES = [
-    None, 5, "text", {}, (), [], [None], [5], ["text"], [[]], [{}], [{"role": "user"}], [{"content": "x"}], Odd(), [Odd()],
-    [{"role": "user", "content": None}], [{"role": "user", "content": 5}], [{"role": "user", "content": b"x"}],
-    [{"role": "user", "content": ["x"]}], [{"role": None, "content": "x"}], [{"role": 5, "content": "x"}],
-    [{"role": "user", "content": "\ud800"}], [{"role": "\ud800", "content": "x"}], [*OK, {"role": "user"}],
-    [{"role": "user", "content": "x" * 3001}], [{"role": "x" * 3001, "content": ""}], [*OK * 1000],
-    ({"role": "user", "content": "x"},), iter(OK), [{"role": "user", "content": Odd()}],
-    [{"role": "user", "content": "\udcff" * 100}], [{"role": "user", "content": np.str_("x") + "\udfff"}],
+    None,
+    5,
+    "text",
+    {},
+    (),
+    [],
+    [None],
+    [5],
+    ["text"],
+    [[]],
+    [{}],
+    [{"role": "user"}],
+    [{"content": "x"}],
+    Odd(),
+    [Odd()],
+    [{"role": "user", "content": None}],
+    [{"role": "user", "content": 5}],
+    [{"role": "user", "content": b"x"}],
+    [{"role": "user", "content": ["x"]}],
+    [{"role": None, "content": "x"}],
+    [{"role": 5, "content": "x"}],
+    [{"role": "user", "content": "\ud800"}],
+    [{"role": "\ud800", "content": "x"}],
+    [*OK, {"role": "user"}],
+    [{"role": "user", "content": "x" * 3001}],
+    [{"role": "x" * 3001, "content": ""}],
+    [*OK * 1000],
+    ({"role": "user", "content": "x"},),
+    iter(OK),
+    [{"role": "user", "content": Odd()}],
+    [{"role": "user", "content": "\udcff" * 100}],
+    [{"role": "user", "content": np.str_("x") + "\udfff"}],
 ]
 
 
@@ -287,20 +458,88 @@ def test_c1_first_messages(messages, mode, tmp_path):
 
 
 OUTCOMES = [
-    None, 5, "text", (), (1,), (1, 2), (1, 2, 3), [OK, 0.0, True], {"reward": 1}, Odd(), (OK, 0, True, {}, None, 1),
+    None,
+    5,
+    "text",
+    (),
+    (1,),
+    (1, 2),
+    (1, 2, 3),
+    [OK, 0.0, True],
+    {"reward": 1},
+    Odd(),
+    (OK, 0, True, {}, None, 1),
     *[Outcome(observation=m) for m in MESSAGES if m != []],
-    *[Outcome(OK, reward=r) for r in (None, "1", "x", b"1", float("nan"), float("inf"), -float("inf"), 10**400, [], [1.0],
-                                     {}, 1j, np.ones(2), np.float32("nan"), Odd())],
+    *[
+        Outcome(OK, reward=r)
+        for r in (
+            None,
+            "1",
+            "x",
+            b"1",
+            float("nan"),
+            float("inf"),
+            -float("inf"),
+            10**400,
+            [],
+            [1.0],
+            {},
+            1j,
+            np.ones(2),
+            np.float32("nan"),
+            Odd(),
+        )
+    ],
     *[Outcome(OK, done=d) for d in (None, "no", "", [], {}, 0.5, np.ones(2), np.array([]), Odd())],
-    *[Outcome(OK, state=s) for s in (2**63, -(2**63) - 1, 2**70, "s", b"s", 1.0, [], (1,), Odd(), np.float32(1),
-                                    np.ones(2))],
-    *[Outcome(OK, metrics=m) for m in (
-        None, 5, "text", [1], [("a", Odd())], Odd(), {"x": Odd()}, {"x": float("nan")}, {"x": float("inf")},
-        {"x": np.float64("nan")}, {"x": np.ones(3)}, {"x": 10**400}, {"x": {1, 2}}, {"x": b"1"}, {"x": "\ud800"},
-        {"\udfff": 1}, {"x": "y" * 200_000}, {"x": [float("nan")]}, {"success": "no"}, {"success": "yes"}, {"success": ""},
-        {"success": None}, {"success": []}, {"success": [True]}, {"success": {}}, {(1, 2): 3}, {Odd(): 1},
-        {"success": float("nan")},
-    )],
+    *[
+        Outcome(OK, state=s)
+        for s in (
+            2**63,
+            -(2**63) - 1,
+            2**70,
+            "s",
+            b"s",
+            1.0,
+            [],
+            (1,),
+            Odd(),
+            np.float32(1),
+            np.ones(2),
+        )
+    ],
+    *[
+        Outcome(OK, metrics=m)
+        for m in (
+            None,
+            5,
+            "text",
+            [1],
+            [("a", Odd())],
+            Odd(),
+            {"x": Odd()},
+            {"x": float("nan")},
+            {"x": float("inf")},
+            {"x": np.float64("nan")},
+            {"x": np.ones(3)},
+            {"x": 10**400},
+            {"x": {1, 2}},
+            {"x": b"1"},
+            {"x": "\ud800"},
+            {"\udfff": 1},
+            {"x": "y" * 200_000},
+            {"x": [float("nan")]},
+            {"success": "no"},
+            {"success": "yes"},
+            {"success": ""},
+            {"success": None},
+            {"success": []},
+            {"success": [True]},
+            {"success": {}},
+            {(1, 2): 3},
+            {Odd(): 1},
+            {"success": float("nan")},
+        )
+    ],
 ]
 
 

@@ -9,10 +9,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megastep.errors import ArchitectureError, ConfigError
-from megastep.models.architecture import parse_architecture, read_architecture
 from megastep.config import Config, load, to_yaml
 from megastep.config.paths import absolute
+from megastep.errors import ArchitectureError, ConfigError
+from megastep.models.architecture import parse_architecture, read_architecture
 from tests.bad_input.harness import CONFIG, check_lines, time_limit
 from tests.bad_input.test_config import leaves
 
@@ -20,23 +20,72 @@ KEYS = [key for key, _ in leaves()]
 CHASE_YAML = Path(CONFIG).read_bytes()
 SHAPE_FILE = Path("configs/models/chase/config.json")
 SHAPE = json.loads(SHAPE_FILE.read_text())
-quick = settings(max_examples=100, deadline=None, derandomize=True, database=None,
-                 suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+quick = settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 NUMBERS = st.one_of(
-    st.integers(-3, 70), st.integers(), st.floats(), st.floats(0, 2),
-    st.sampled_from([2**31 - 1, 2**31, 2**63, 2**64, -2**63, 1e308, -0.0, 5e-324]),
+    st.integers(-3, 70),
+    st.integers(),
+    st.floats(),
+    st.floats(0, 2),
+    st.sampled_from([2**31 - 1, 2**31, 2**63, 2**64, -(2**63), 1e308, -0.0, 5e-324]),
 )
 TEXTS = st.one_of(
     st.text(max_size=20),
-    st.sampled_from(["", "auto", "null", "~", "???", "${x}", "${env:A}", "..", "/", "a/b", "1e3", "0x10", "1:30", "yes",
-                     "2024-01-01", "!!int x", "&a [*a]", "*a", "{a: 1, a: 2}", "[", "\0", "\ud800", "hf:x", "x.jsonl"]),
+    st.sampled_from(
+        [
+            "",
+            "auto",
+            "null",
+            "~",
+            "???",
+            "${x}",
+            "${env:A}",
+            "..",
+            "/",
+            "a/b",
+            "1e3",
+            "0x10",
+            "1:30",
+            "yes",
+            "2024-01-01",
+            "!!int x",
+            "&a [*a]",
+            "*a",
+            "{a: 1, a: 2}",
+            "[",
+            "\0",
+            "\ud800",
+            "hf:x",
+            "x.jsonl",
+        ]
+    ),
 )
 SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
-                      max_leaves=6)
-CHOSEN = st.sampled_from([*KEYS, "env.options.x", "env.options", "rollout.template.a.b", "base", "train", "policy.parallel"])
-OVERRIDES = st.tuples(CHOSEN | st.text(max_size=12), VALUES.map(repr) | TEXTS).map("=".join) | st.text(max_size=20)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+CHOSEN = st.sampled_from(
+    [
+        *KEYS,
+        "env.options.x",
+        "env.options",
+        "rollout.template.a.b",
+        "base",
+        "train",
+        "policy.parallel",
+    ]
+)
+OVERRIDES = st.tuples(CHOSEN | st.text(max_size=12), VALUES.map(repr) | TEXTS).map(
+    "=".join
+) | st.text(max_size=20)
 
 
 def answer(config, overrides: list[str] = ()) -> Config | None:
@@ -70,7 +119,9 @@ def test_values_in_a_file(tmp_path, values):
     """As YAML writes them, whatever they are."""
     path = tmp_path / "config.yaml"
     try:
-        path.write_text(yaml.safe_dump({"base": str(Path(CONFIG).resolve()), **values}, allow_unicode=True))
+        path.write_text(
+            yaml.safe_dump({"base": str(Path(CONFIG).resolve()), **values}, allow_unicode=True)
+        )
     except UnicodeEncodeError:
         return  # a lone surrogate: no file can hold it
     config = answer(path)
@@ -86,10 +137,48 @@ def test_bytes_in_a_file(tmp_path, content):
 
 
 MUTATIONS = st.lists(
-    st.tuples(st.integers(0, 5000), st.integers(0, 12), st.sampled_from([
-        b"", b"\0", b":", b"\n", b"  ", b"- ", b"&a ", b"*a", b"{", b"[", b"'", b'"', b"!!", b"<<: ", b"?", b"|", b"\xff",
-        b"9" * 30, b".inf", b"\t", b"---\n", b"%", b"train:", b"model: ", b"${a}", b"null", b",", b"}", b"]", b"-", b"e",
-    ])), min_size=1, max_size=4)
+    st.tuples(
+        st.integers(0, 5000),
+        st.integers(0, 12),
+        st.sampled_from(
+            [
+                b"",
+                b"\0",
+                b":",
+                b"\n",
+                b"  ",
+                b"- ",
+                b"&a ",
+                b"*a",
+                b"{",
+                b"[",
+                b"'",
+                b'"',
+                b"!!",
+                b"<<: ",
+                b"?",
+                b"|",
+                b"\xff",
+                b"9" * 30,
+                b".inf",
+                b"\t",
+                b"---\n",
+                b"%",
+                b"train:",
+                b"model: ",
+                b"${a}",
+                b"null",
+                b",",
+                b"}",
+                b"]",
+                b"-",
+                b"e",
+            ]
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+)
 
 
 def mutated(content: bytes, mutations: list[tuple[int, int, bytes]]) -> bytes:
@@ -120,13 +209,33 @@ def shape_answer(read) -> None:
         except ArchitectureError as error:
             check_lines([f"error: {error}"])
         else:
-            assert arch.layers >= 1 and arch.heads % arch.kv_heads == 0 and arch.padded_vocab >= arch.vocab
+            assert (
+                arch.layers >= 1
+                and arch.heads % arch.kv_heads == 0
+                and arch.padded_vocab >= arch.vocab
+            )
 
 
 @quick
-@given(st.dictionaries(st.sampled_from([*SHAPE, "rope_scaling", "rope_parameters", "sliding_window", "mlp_bias",
-                                        "use_sliding_window", "num_local_experts"]), VALUES, min_size=1, max_size=3),
-       st.sampled_from(["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]))
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                *SHAPE,
+                "rope_scaling",
+                "rope_parameters",
+                "sliding_window",
+                "mlp_bias",
+                "use_sliding_window",
+                "num_local_experts",
+            ]
+        ),
+        VALUES,
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from(["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]),
+)
 def test_values_of_a_shape(values, family):
     shape_answer(lambda: parse_architecture(SHAPE | {"model_type": family} | values))
 

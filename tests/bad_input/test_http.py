@@ -9,13 +9,19 @@ import socket
 import aiohttp
 import pytest
 
-from megastep.errors import CorpusError
 from megastep.envs import retrieval
 from megastep.envs.retrieval import Corpus, application, listening, read_corpus
+from megastep.errors import CorpusError
 
 from .harness import check_lines, time_limit
 
-CORPUS = Corpus([{"contents": "Paris lies on the Seine"}, {"contents": "Rome lies on the Tiber"}, {"contents": "the"}])
+CORPUS = Corpus(
+    [
+        {"contents": "Paris lies on the Seine"},
+        {"contents": "Rome lies on the Tiber"},
+        {"contents": "the"},
+    ]
+)
 JSON = {"Content-Type": "application/json"}
 
 
@@ -25,7 +31,9 @@ def asked(body: bytes, headers: dict | None = None, method: str = "POST", path: 
         try:
             async with aiohttp.ClientSession() as session:
                 address = url.replace("/retrieve", path)
-                async with session.request(method, address, data=body, headers=JSON | (headers or {})) as response:
+                async with session.request(
+                    method, address, data=body, headers=JSON | (headers or {})
+                ) as response:
                     return response.status, await response.text()
         finally:
             await runner.cleanup()
@@ -35,13 +43,56 @@ def asked(body: bytes, headers: dict | None = None, method: str = "POST", path: 
 
 
 BODIES = [
-    b"", b" ", b"text", b"{", b"[]", b"null", b"5", b'"x"', b"true", b"NaN", b"{}", b'{"query": }', b"\xff\xfe", b"\0",
-    b"[" * 100_000, b'{"query":' * 50_000, b'{"a": 1}', b'{"query": null}', b'{"query": 5}', b'{"query": ["x"]}',
-    b'{"query": {"x": 1}}', b'{"queries": []}', b'{"queries": null}', b'{"queries": "x"}', b'{"queries": [1]}',
-    b'{"queries": [null]}', b'{"queries": ["x", 1]}', b'{"queries": {"a": "b"}}', b'{"queries": [["x"]]}',
-    *[b'{"query": "Paris", "topk": %s}' % topk for topk in (
-        b"Infinity", b"-Infinity", b"NaN", b"0", b"-1", b"-99999999999999999999", b"1.5", b"1e400", b'"3"', b'"many"', b"[]",
-        b"[3]", b"{}", b"true", b"false", b"1" + b"0" * 5000)],
+    b"",
+    b" ",
+    b"text",
+    b"{",
+    b"[]",
+    b"null",
+    b"5",
+    b'"x"',
+    b"true",
+    b"NaN",
+    b"{}",
+    b'{"query": }',
+    b"\xff\xfe",
+    b"\0",
+    b"[" * 100_000,
+    b'{"query":' * 50_000,
+    b'{"a": 1}',
+    b'{"query": null}',
+    b'{"query": 5}',
+    b'{"query": ["x"]}',
+    b'{"query": {"x": 1}}',
+    b'{"queries": []}',
+    b'{"queries": null}',
+    b'{"queries": "x"}',
+    b'{"queries": [1]}',
+    b'{"queries": [null]}',
+    b'{"queries": ["x", 1]}',
+    b'{"queries": {"a": "b"}}',
+    b'{"queries": [["x"]]}',
+    *[
+        b'{"query": "Paris", "topk": %s}' % topk
+        for topk in (
+            b"Infinity",
+            b"-Infinity",
+            b"NaN",
+            b"0",
+            b"-1",
+            b"-99999999999999999999",
+            b"1.5",
+            b"1e400",
+            b'"3"',
+            b'"many"',
+            b"[]",
+            b"[3]",
+            b"{}",
+            b"true",
+            b"false",
+            b"1" + b"0" * 5000,
+        )
+    ],
 ]
 
 
@@ -51,26 +102,48 @@ def test_c16_requests_in_another_form(body):
     assert status == 400 and "is needed" in json.loads(answer)["error"] and len(answer) < 700
 
 
-@pytest.mark.parametrize("charset", ["nonsense", "x" * 500, "hex", "base64", "utf-16", "undefined", "rot13"])
+@pytest.mark.parametrize(
+    "charset", ["nonsense", "x" * 500, "hex", "base64", "utf-16", "undefined", "rot13"]
+)
 def test_c16_charsets(charset):
-    status, _ = asked(b'{"query": "Paris"}', {"Content-Type": f"application/json; charset={charset}"})
+    status, _ = asked(
+        b'{"query": "Paris"}', {"Content-Type": f"application/json; charset={charset}"}
+    )
     assert status == 400
 
 
-@pytest.mark.parametrize("body, headers, method, path, expected", [
-    (b"x" * (2 << 20), {}, "POST", "/retrieve", 413), (b"", {}, "GET", "/retrieve", 405), (b"{}", {}, "PUT", "/retrieve", 405),
-    (b"{}", {}, "POST", "/", 404), (b"{}", {}, "POST", "/health", 405), (b"{}", {}, "POST", "/../etc/passwd", 404),
-    (b"no gzip", {"Content-Encoding": "gzip"}, "POST", "/retrieve", 400),
-])
+@pytest.mark.parametrize(
+    "body, headers, method, path, expected",
+    [
+        (b"x" * (2 << 20), {}, "POST", "/retrieve", 413),
+        (b"", {}, "GET", "/retrieve", 405),
+        (b"{}", {}, "PUT", "/retrieve", 405),
+        (b"{}", {}, "POST", "/", 404),
+        (b"{}", {}, "POST", "/health", 405),
+        (b"{}", {}, "POST", "/../etc/passwd", 404),
+        (b"no gzip", {"Content-Encoding": "gzip"}, "POST", "/retrieve", 400),
+    ],
+)
 def test_c16_other_requests(body, headers, method, path, expected):
     assert asked(body, headers, method, path)[0] == expected
 
 
-@pytest.mark.parametrize("request_, found", [
-    ({"query": "Paris"}, 1), ({"query": "lies", "topk": 1}, 1), ({"query": "lies", "topk": 10**30}, 2), ({"query": ""}, 0),
-    ({"query": "the"}, 0), ({"query": "\ud800"}, 0), ({"query": "\0"}, 0), ({"query": "x" * 100_000}, 0),
-    ({"query": "Paris", "topk": None}, 1), ({"query": "Paris", "more": [1]}, 1), ({"queries": ["Seine", "the"]}, 1),
-])
+@pytest.mark.parametrize(
+    "request_, found",
+    [
+        ({"query": "Paris"}, 1),
+        ({"query": "lies", "topk": 1}, 1),
+        ({"query": "lies", "topk": 10**30}, 2),
+        ({"query": ""}, 0),
+        ({"query": "the"}, 0),
+        ({"query": "\ud800"}, 0),
+        ({"query": "\0"}, 0),
+        ({"query": "x" * 100_000}, 0),
+        ({"query": "Paris", "topk": None}, 1),
+        ({"query": "Paris", "more": [1]}, 1),
+        ({"queries": ["Seine", "the"]}, 1),
+    ],
+)
 def test_requests_that_are_answered(request_, found):
     status, answer = asked(json.dumps(request_).encode())
     assert status == 200 and len(json.loads(answer)["result"][0]) == found
@@ -92,7 +165,10 @@ CORPORA = {
     "number": (b'{"contents": 5}', ':1: has no "contents"'),
     "none": (b'{"contents": null}', ':1: has no "contents"'),
     "surrogate": (b'{"contents": "\\ud800"}', "lone surrogate"),
-    "stop_words": (b'{"contents": "the and of"}\n{"contents": "a"}\n', "has no words to search for"),
+    "stop_words": (
+        b'{"contents": "the and of"}\n{"contents": "a"}\n',
+        "has no words to search for",
+    ),
     "no_words": (b'{"contents": ""}\n{"contents": "! ?"}\n', "has no words to search for"),
     "binary": (b"\0\1\2\n", ":1: not readable as JSON"),
 }
@@ -109,10 +185,16 @@ def test_c16_corpora(name, tmp_path):
     check_lines([f"error: {error.value}"])
 
 
-@pytest.mark.parametrize("content, passages", [
-    (b"\xef\xbb\xbf" + GOOD, 1), (b"\n" + GOOD + b"\n\n" + GOOD, 2), (GOOD.replace(b"\n", b"\r\n") * 2, 2),
-    (b'{"contents": "Paris\xe2\x80\xa8lies\xe2\x80\xa9on\xc2\x85it"}\n', 1), (GOOD + b'{"contents": "the"}\n', 2),
-])
+@pytest.mark.parametrize(
+    "content, passages",
+    [
+        (b"\xef\xbb\xbf" + GOOD, 1),
+        (b"\n" + GOOD + b"\n\n" + GOOD, 2),
+        (GOOD.replace(b"\n", b"\r\n") * 2, 2),
+        (b'{"contents": "Paris\xe2\x80\xa8lies\xe2\x80\xa9on\xc2\x85it"}\n', 1),
+        (GOOD + b'{"contents": "the"}\n', 2),
+    ],
+)
 def test_c16_corpora_that_are_read(content, passages, tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(content)
@@ -133,11 +215,27 @@ def ended(*argv) -> tuple[int, list[str]]:
     return code, err.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("arguments", [
-    ("--port", "99999"), ("--port", "65536"), ("--port", "-1"), ("--port", "1.5"), ("--port", "http"), ("--port", ""),
-    ("--port", "٣" * 9), ("--port", "9" * 5000), ("--host", "no.such.host.invalid"), ("--host", "a..b"),
-    ("--host", "x" * 300), ("--host", "256.1.1.1"), ("--host", "\0"), ("--nonsense",), ("more",), ("--port",),
-])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--port", "99999"),
+        ("--port", "65536"),
+        ("--port", "-1"),
+        ("--port", "1.5"),
+        ("--port", "http"),
+        ("--port", ""),
+        ("--port", "٣" * 9),
+        ("--port", "9" * 5000),
+        ("--host", "no.such.host.invalid"),
+        ("--host", "a..b"),
+        ("--host", "x" * 300),
+        ("--host", "256.1.1.1"),
+        ("--host", "\0"),
+        ("--nonsense",),
+        ("more",),
+        ("--port",),
+    ],
+)
 def test_c16_arguments(arguments, tmp_path):
     (tmp_path / "corpus.jsonl").write_bytes(GOOD)
     code, lines = ended(tmp_path / "corpus.jsonl", *arguments)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastep.errors import StoreError
 from megastep.config import load
+from megastep.errors import StoreError
 from megastep.samples import store
 from megastep.samples.store import COLUMNS, OPTIONAL, read, write
 from megastep.trainer.loop import read_batches
@@ -23,11 +23,17 @@ LAYERS, TOP_K, EXPERTS, VOCAB = 2, 2, 8, 64  # of the model of CONFIG
 
 def step(index, prompt, response, reward, last, **change) -> Step:
     tokens = len(prompt) + len(response) - 1
-    routing = np.stack([np.arange(tokens * LAYERS) % EXPERTS, (np.arange(tokens * LAYERS) + 1) % EXPERTS], -1)
+    routing = np.stack(
+        [np.arange(tokens * LAYERS) % EXPERTS, (np.arange(tokens * LAYERS) + 1) % EXPERTS], -1
+    )
     made = dict(
-        prompt_ids=np.array(prompt, np.int32), response_ids=np.array(response, np.int32),
-        loss_mask=np.ones(len(response), bool), logprobs=np.full(len(response), -1, np.float32),
-        versions=np.array([[3, len(response)]], np.int32), reward=reward, state=index,
+        prompt_ids=np.array(prompt, np.int32),
+        response_ids=np.array(response, np.int32),
+        loss_mask=np.ones(len(response), bool),
+        logprobs=np.full(len(response), -1, np.float32),
+        versions=np.array([[3, len(response)]], np.int32),
+        reward=reward,
+        state=index,
         routing=routing.reshape(tokens, LAYERS, TOP_K).astype(np.uint8),
     )
     return Step(index, last, **(made | change))
@@ -35,33 +41,51 @@ def step(index, prompt, response, reward, last, **change) -> Step:
 
 def rollouts(rewards=(1.0, 0.0), **change) -> list[Group]:
     """Two prompts, a trajectory of two steps for each reward; `change`: of the very first step."""
+
     def trajectory(id, index, reward):
         changed = change if (id, index) == (0, 0) else {}
-        steps = [step(0, [5, 6, 7], [8, 9], 0.0, False, **changed),
-                 step(1, [5, 6, 7, 8, 9, 10], [11, index + 4], reward, True)]
+        steps = [
+            step(0, [5, 6, 7], [8, 9], 0.0, False, **changed),
+            step(1, [5, 6, 7, 8, 9, 10], [11, index + 4], reward, True),
+        ]
         return Trajectory(id, index, steps, "done", {"success": bool(reward), "note": "ü"})
 
     return [Group(id, [trajectory(id, i, r) for i, r in enumerate(rewards)]) for id in range(2)]
 
 
 def columns_of(groups) -> dict[str, np.ndarray]:
-    return {name: np.concatenate([np.asarray(p, column.dtype).reshape(-1, *column.shape[1:]) for p in column.pieces])
-            for name, column in store._columns(groups).items()}
+    return {
+        name: np.concatenate(
+            [np.asarray(p, column.dtype).reshape(-1, *column.shape[1:]) for p in column.pieces]
+        )
+        for name, column in store._columns(groups).items()
+    }
 
 
-def assemble(path, columns: dict, entries: dict | None = None, metadata: dict | None = None, version="1"):
+def assemble(
+    path, columns: dict, entries: dict | None = None, metadata: dict | None = None, version="1"
+):
     """A file without checksums, as another program would write it, with parts of its header replaced."""
     told = [{"stop_reason": "done", "env_metrics": {}}] * len(columns["trajectory/index"])
-    about = {"format": "megastep.rollouts", "version": version, "trajectories": json.dumps(told)} | (metadata or {})
+    about = {
+        "format": "megastep.rollouts",
+        "version": version,
+        "trajectories": json.dumps(told),
+    } | (metadata or {})
     header = {"__metadata__": {key: value for key, value in about.items() if value is not ...}}
     at = 0
     for name, column in columns.items():
-        header[name] = {"dtype": store.NAMES[column.dtype.str], "shape": list(column.shape),
-                        "data_offsets": [at, at + column.nbytes]}
+        header[name] = {
+            "dtype": store.NAMES[column.dtype.str],
+            "shape": list(column.shape),
+            "data_offsets": [at, at + column.nbytes],
+        }
         at += column.nbytes
     header |= entries or {}
     text = json.dumps({name: entry for name, entry in header.items() if entry is not ...}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(c.tobytes() for c in columns.values()))
+    path.write_bytes(
+        struct.pack("<Q", len(text)) + text + b"".join(c.tobytes() for c in columns.values())
+    )
     return path
 
 
@@ -84,7 +108,15 @@ def unreadable(path, names="") -> None:
 
 def accepted(path, *settings) -> None:
     with pytest.raises(Accepted):
-        run("replay", CONFIG, "--rollouts", path, f"run.dir={path.parent}/runs", "run.wandb=disabled", *settings)
+        run(
+            "replay",
+            CONFIG,
+            "--rollouts",
+            path,
+            f"run.dir={path.parent}/runs",
+            "run.wandb=disabled",
+            *settings,
+        )
 
 
 def test_a_good_file_is_accepted(tmp_path):
@@ -97,11 +129,20 @@ def test_a_good_file_is_accepted(tmp_path):
 # ---------------------------------------------------------------- not a rollout file
 
 CONTENTS = {
-    "empty": b"", "short": b"\x01", "text": b"hello, world\n", "json": b'{"a": 1}', "zeros": bytes(64),
-    "pickle": b"\x80\x04\x95" + b"x" * 40, "zip": b"PK\x03\x04" * 9, "gzip": b"\x1f\x8b" + b"\0" * 40,
-    "endless_header": struct.pack("<Q", 2**63) + b"{}", "long_header": struct.pack("<Q", 999) + b"{}",
-    "no_json": struct.pack("<Q", 4) + b"{no}", "list": struct.pack("<Q", 2) + b"[]",
-    "not_utf8": struct.pack("<Q", 4) + b'{"\xff"', "empty_header": struct.pack("<Q", 2) + b"{}",
+    "empty": b"",
+    "short": b"\x01",
+    "text": b"hello, world\n",
+    "json": b'{"a": 1}',
+    "zeros": bytes(64),
+    "pickle": b"\x80\x04\x95" + b"x" * 40,
+    "zip": b"PK\x03\x04" * 9,
+    "gzip": b"\x1f\x8b" + b"\0" * 40,
+    "endless_header": struct.pack("<Q", 2**63) + b"{}",
+    "long_header": struct.pack("<Q", 999) + b"{}",
+    "no_json": struct.pack("<Q", 4) + b"{no}",
+    "list": struct.pack("<Q", 2) + b"[]",
+    "not_utf8": struct.pack("<Q", 4) + b'{"\xff"',
+    "empty_header": struct.pack("<Q", 2) + b"{}",
     "nested": struct.pack("<Q", 400_000) + b'{"a":' * 80_000,
     "deep_list": struct.pack("<Q", 10**5) + b'{"a":' + b"[" * 99_995,
     "huge_number": struct.pack("<Q", 6_006) + b'{"a":' + b"9" * 6_000 + b"}",
@@ -143,25 +184,42 @@ def test_a_file_with_something_behind_it(tmp_path):
 # ---------------------------------------------------------------- headers with wrong types
 
 DESCRIPTIONS = {
-    "null": None, "text": "x", "list": [], "nothing": {},
-    "dtype": {"dtype": "PICKLE"}, "dtype_number": {"dtype": 5}, "dtype_list": {"dtype": ["I64"]},
-    "wrong_dtype": {"dtype": "F32"}, "shape_text": {"shape": "12"}, "shape_negative": {"shape": [-1]},
-    "shape_float": {"shape": [2.0]}, "shape_huge": {"shape": [2**70]}, "shape_axes": {"shape": [1] * 9},
-    "offsets_text": {"data_offsets": "08"}, "offsets_one": {"data_offsets": [0]},
-    "offsets_reversed": {"data_offsets": [8, 0]}, "offsets_true": {"data_offsets": [False, True]},
-    "offsets_far": {"data_offsets": [0, 2**40]}, "missing": ...,
+    "null": None,
+    "text": "x",
+    "list": [],
+    "nothing": {},
+    "dtype": {"dtype": "PICKLE"},
+    "dtype_number": {"dtype": 5},
+    "dtype_list": {"dtype": ["I64"]},
+    "wrong_dtype": {"dtype": "F32"},
+    "shape_text": {"shape": "12"},
+    "shape_negative": {"shape": [-1]},
+    "shape_float": {"shape": [2.0]},
+    "shape_huge": {"shape": [2**70]},
+    "shape_axes": {"shape": [1] * 9},
+    "offsets_text": {"data_offsets": "08"},
+    "offsets_one": {"data_offsets": [0]},
+    "offsets_reversed": {"data_offsets": [8, 0]},
+    "offsets_true": {"data_offsets": [False, True]},
+    "offsets_far": {"data_offsets": [0, 2**40]},
+    "missing": ...,
 }
 REQUIRED = [name for name in COLUMNS if name not in OPTIONAL]
 
 
-@pytest.mark.parametrize("name", ["step/index", "prompt_ids", "response_ids", "versions", "step/last"])
+@pytest.mark.parametrize(
+    "name", ["step/index", "prompt_ids", "response_ids", "versions", "step/last"]
+)
 @pytest.mark.parametrize("description", DESCRIPTIONS)
 def test_a_column_that_is_described_wrongly(tmp_path, name, description):
     columns = columns_of(rollouts())
     column = columns[name]
     start = sum(c.nbytes for c in list(columns.values())[: list(columns).index(name)])
-    entry = {"dtype": store.NAMES[column.dtype.str], "shape": list(column.shape),
-             "data_offsets": [start, start + column.nbytes]}
+    entry = {
+        "dtype": store.NAMES[column.dtype.str],
+        "shape": list(column.shape),
+        "data_offsets": [start, start + column.nbytes],
+    }
     change = DESCRIPTIONS[description]
     changed = entry | change if isinstance(change, dict) and change else change
     unreadable(assemble(tmp_path / "f", columns, {name: changed}))
@@ -170,33 +228,58 @@ def test_a_column_that_is_described_wrongly(tmp_path, name, description):
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_column_that_is_missing_or_of_another_type(tmp_path, name):
     columns = columns_of(rollouts())
-    replay(assemble(tmp_path / "f", {n: c for n, c in columns.items() if n != name} | (
-        {} if name != "trajectory/index" else {"trajectory/index": columns[name][:0]})))
+    replay(
+        assemble(
+            tmp_path / "f",
+            {n: c for n, c in columns.items() if n != name}
+            | ({} if name != "trajectory/index" else {"trajectory/index": columns[name][:0]}),
+        )
+    )
     other = np.float32 if columns[name].dtype != np.float32 else np.int16
     unreadable(assemble(tmp_path / "f", columns | {name: columns[name].astype(other)}), names=name)
     unreadable(assemble(tmp_path / "f", columns | {name: columns[name][:-1]}))
-    unreadable(assemble(tmp_path / "f", columns | {name: np.append(columns[name], columns[name][-1:], 0)}))
+    unreadable(
+        assemble(tmp_path / "f", columns | {name: np.append(columns[name], columns[name][-1:], 0)})
+    )
 
 
 METADATA = {
-    "no_format": {"format": ...}, "format_null": {"format": None}, "format_list": {"format": ["megastep.rollouts"]},
+    "no_format": {"format": ...},
+    "format_null": {"format": None},
+    "format_list": {"format": ["megastep.rollouts"]},
     "other_format": {"format": "x" * 10_000},
-    "no_version": {"version": ...}, "version_number": {"version": 1}, "version_0": {"version": "0"},
-    "version_9": {"version": "9"}, "version_word": {"version": "one"}, "version_superscript": {"version": "²"},
-    "version_long": {"version": "9" * 10_000}, "version_list": {"version": ["1"]},
+    "no_version": {"version": ...},
+    "version_number": {"version": 1},
+    "version_0": {"version": "0"},
+    "version_9": {"version": "9"},
+    "version_word": {"version": "one"},
+    "version_superscript": {"version": "²"},
+    "version_long": {"version": "9" * 10_000},
+    "version_list": {"version": ["1"]},
     "checksums_missing": {"version": "2"},
-    "no_trajectories": {"trajectories": ...}, "trajectories_null": {"trajectories": None},
-    "trajectories_list": {"trajectories": [1]}, "trajectories_no_json": {"trajectories": "[{"},
-    "trajectories_number": {"trajectories": "7"}, "trajectories_object": {"trajectories": "{}"},
+    "no_trajectories": {"trajectories": ...},
+    "trajectories_null": {"trajectories": None},
+    "trajectories_list": {"trajectories": [1]},
+    "trajectories_no_json": {"trajectories": "[{"},
+    "trajectories_number": {"trajectories": "7"},
+    "trajectories_object": {"trajectories": "{}"},
     "trajectories_few": {"trajectories": '[{"stop_reason": "done", "env_metrics": {}}]'},
-    "trajectories_many": {"trajectories": json.dumps([{"stop_reason": "done", "env_metrics": {}}] * 5)},
+    "trajectories_many": {
+        "trajectories": json.dumps([{"stop_reason": "done", "env_metrics": {}}] * 5)
+    },
     "trajectories_numbers": {"trajectories": "[1, 2, 3, 4]"},
     "stop_reason_number": {"trajectories": json.dumps([{"stop_reason": 1, "env_metrics": {}}] * 4)},
     "stop_reason_missing": {"trajectories": json.dumps([{"env_metrics": {}}] * 4)},
-    "env_metrics_list": {"trajectories": json.dumps([{"stop_reason": "done", "env_metrics": []}] * 4)},
-    "env_metrics_null": {"trajectories": json.dumps([{"stop_reason": "done", "env_metrics": None}] * 4)},
+    "env_metrics_list": {
+        "trajectories": json.dumps([{"stop_reason": "done", "env_metrics": []}] * 4)
+    },
+    "env_metrics_null": {
+        "trajectories": json.dumps([{"stop_reason": "done", "env_metrics": None}] * 4)
+    },
     "trajectories_deep": {"trajectories": "[" * 100_000},
-    "env_metrics_deep": {"trajectories": '[{"stop_reason": "done", "env_metrics": ' + '{"a":' * 100_000},
+    "env_metrics_deep": {
+        "trajectories": '[{"stop_reason": "done", "env_metrics": ' + '{"a":' * 100_000
+    },
 }
 
 
@@ -226,7 +309,7 @@ VALUES = {
     "group_twice": (changed("group/id", 0, 1), "appears twice"),
     "offsets_not_from_0": (changed("group/trajectories", 1), "offsets must ascend"),
     "offsets_descend": (changed("step/prompt_tokens", 99, 1), "offsets must ascend"),
-    "offsets_negative": (changed("step/response_tokens", -2**60, 1), "offsets must ascend"),
+    "offsets_negative": (changed("step/response_tokens", -(2**60), 1), "offsets must ascend"),
     "offsets_short": (changed("trajectory/steps", 3, -1), "offsets must ascend"),
     "index_twice": (changed("trajectory/index", 0, 1), "must be distinct"),
     "index_negative": (changed("trajectory/index", -4, 1), "must be distinct and not negative"),
@@ -259,11 +342,23 @@ def test_values_that_no_rollout_has(tmp_path, change, names):
 
 ROUTING = rollouts()[0].trajectories[0].steps[0].routing
 FOREIGN = {
-    "prompt_beyond": (dict(prompt_ids=np.array([5, VOCAB, 7], np.int32)), "prompt_ids holds the id 64; the model's"),
-    "response_beyond": (dict(response_ids=np.array([5, 151_643], np.int32)), "response_ids holds the id 151643"),
-    "expert_beyond": (dict(routing=np.where(ROUTING == 7, 100, ROUTING).astype(np.uint8)), "expert 100 recorded"),
+    "prompt_beyond": (
+        dict(prompt_ids=np.array([5, VOCAB, 7], np.int32)),
+        "prompt_ids holds the id 64; the model's",
+    ),
+    "response_beyond": (
+        dict(response_ids=np.array([5, 151_643], np.int32)),
+        "response_ids holds the id 151643",
+    ),
+    "expert_beyond": (
+        dict(routing=np.where(ROUTING == 7, 100, ROUTING).astype(np.uint8)),
+        "expert 100 recorded",
+    ),
     "expert_twice": (dict(routing=np.zeros_like(ROUTING)), "has one expert twice"),
-    "no_experts": (dict(routing=None), "no experts recorded, and routing_replay.enabled needs them"),
+    "no_experts": (
+        dict(routing=None),
+        "no experts recorded, and routing_replay.enabled needs them",
+    ),
 }
 
 
@@ -292,15 +387,23 @@ def test_c14_experts_do_not_matter_without_replay(tmp_path):
 
 def test_c14_steps_that_are_longer_than_a_micro_batch(tmp_path):
     write(tmp_path / "f", rollouts(prompt_ids=np.full(300, 5, np.int32), routing=None))
-    replay(tmp_path / "f", "train.micro_batch_tokens=200", "routing_replay.enabled=false",
-           names="group 0, trajectory 0, step 0: 301 tokens in one path do not fit a micro-batch of 200; raise")
+    replay(
+        tmp_path / "f",
+        "train.micro_batch_tokens=200",
+        "routing_replay.enabled=false",
+        names="group 0, trajectory 0, step 0: 301 tokens in one path do not fit a micro-batch of 200; raise",
+    )
 
 
 @pytest.mark.parametrize("rewards", [(1.0,), (0.5, 0.5), (0.7, 0.7000000000000001)], ids=str)
 @pytest.mark.parametrize("estimator", ["grpo", "grpo_nostd", "rloo", "maxrl"])
 def test_a4_a_file_that_teaches_nothing(tmp_path, rewards, estimator):
     write(tmp_path / "f", rollouts(rewards))
-    line = replay(tmp_path / "f", f"advantage.estimator={estimator}", names="nothing to learn from its 2 prompts")
+    line = replay(
+        tmp_path / "f",
+        f"advantage.estimator={estimator}",
+        names="nothing to learn from its 2 prompts",
+    )
     assert f"under advantage.estimator = {estimator} all of their advantages are 0" in line
 
 
@@ -311,7 +414,10 @@ def test_a_file_without_a_trajectory_to_train_on(tmp_path):
     for trajectory in (t for g in groups for t in g.trajectories):
         trajectory.stop_reason = "env_timeout"
     write(tmp_path / "f", groups)
-    replay(tmp_path / "f", names="nothing to train on: all 4 trajectories are dropped, the first because of env_timeout")
+    replay(
+        tmp_path / "f",
+        names="nothing to train on: all 4 trajectories are dropped, the first because of env_timeout",
+    )
 
 
 def test_a4_prompts_that_teach_nothing_are_counted(tmp_path, capsys):
@@ -320,17 +426,31 @@ def test_a4_prompts_that_teach_nothing_are_counted(tmp_path, capsys):
     write(tmp_path / "f", groups)
     assert len(read_batches(load(CONFIG, []), tmp_path / "f")) == 1
     told = capsys.readouterr().out
-    assert f"{tmp_path}/f: nothing is learned from 1 of 2 prompts: under advantage.estimator = grpo" in told
+    assert (
+        f"{tmp_path}/f: nothing is learned from 1 of 2 prompts: under advantage.estimator = grpo"
+        in told
+    )
 
 
 def test_rewards_that_the_estimator_refuses(tmp_path):
     write(tmp_path / "f", rollouts((1.0, -1.0)))
-    replay(tmp_path / "f", "advantage.estimator=maxrl", names="maxrl: needs rewards of 0 or more, got -1.0")
+    replay(
+        tmp_path / "f",
+        "advantage.estimator=maxrl",
+        names="maxrl: needs rewards of 0 or more, got -1.0",
+    )
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "grpo_nostd", "rloo", "maxrl", "step_returns", "gigpo"])
+@pytest.mark.parametrize(
+    "estimator", ["grpo", "grpo_nostd", "rloo", "maxrl", "step_returns", "gigpo"]
+)
 def test_a4_one_sample_per_prompt_is_refused_by_train(estimator, tmp_path):
-    given = ("rollout.samples_per_prompt=1", f"advantage.estimator={estimator}", "run.wandb=disabled", f"run.dir={tmp_path}")
+    given = (
+        "rollout.samples_per_prompt=1",
+        f"advantage.estimator={estimator}",
+        "run.wandb=disabled",
+        f"run.dir={tmp_path}",
+    )
     (line,) = refused("train", CONFIG, *given, names="rollout.samples_per_prompt = 1")
     assert estimator in line and "must be 2 or more" in line
 
@@ -349,7 +469,9 @@ def written(tmp_path_factory):
 @given(st.data())
 def test_any_flipped_bit_is_noticed(written, data):
     content, path = written
-    bits = data.draw(st.lists(st.integers(0, 8 * len(content) - 1), min_size=1, max_size=3, unique=True))
+    bits = data.draw(
+        st.lists(st.integers(0, 8 * len(content) - 1), min_size=1, max_size=3, unique=True)
+    )
     flipped = bytearray(content)
     for bit in bits:
         flipped[bit // 8] ^= 1 << bit % 8

@@ -23,7 +23,9 @@ def began(tmp_path, monkeypatch):
 def takes_signals(pid: int) -> bool:
     """SIGTERM has a handler: Python's own beginning is over."""
     status = Path(f"/proc/{pid}/status").read_text()
-    caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
+    caught = int(
+        next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16
+    )
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 

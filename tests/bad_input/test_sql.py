@@ -6,9 +6,9 @@ import sqlite3
 import numpy as np
 import pytest
 
-from megastep.errors import EnvError
 from megastep.envs import sql_data
 from megastep.envs.sql import SQL
+from megastep.errors import EnvError
 
 NO_IDS = np.array([], np.int32)
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
@@ -31,24 +31,79 @@ def said(env, text: str):
 
 
 ERRORS = [
-    "x", "SELEC", "SELECT", "SELECT FROM", "SELECT * FROM", "SELECT * FROM nowhere", "SELECT (",
-    "SELECT 1; SELECT 2", "SELECT 'a", "SELECT \"", "\0", "SELECT '\0'", "SELECT 1\0", "\ud800", "SELECT '\ud800'",
-    "DROP TABLE product", "DELETE FROM product", "UPDATE product SET price = 0", "INSERT INTO product VALUES (1)",
-    "CREATE TABLE t (x)", "CREATE TEMP TABLE t (x)", "CREATE VIRTUAL TABLE t USING fts5(x)", "ALTER TABLE product RENAME TO x",
-    "ANALYZE", "VACUUM", "VACUUM INTO '/tmp/x'", "BEGIN", "COMMIT", "ROLLBACK", "SAVEPOINT x",
-    "ATTACH '/etc/passwd' AS x", "DETACH main", "PRAGMA table_info(product)", "PRAGMA journal_mode = WAL",
-    "PRAGMA hard_heap_limit = 0", "SELECT * FROM pragma_database_list", "EXPLAIN DELETE FROM product",
-    "SELECT load_extension('/tmp/x.so')", "SELECT readfile('/etc/passwd')", "SELECT fts3_tokenizer('a', x'00')",
-    "SELECT randomblob(999999999)", "SELECT zeroblob(999999999)", "SELECT zeroblob(2147483647)", "SELECT nope(1)",
-    "SELECT " + ", ".join("1" * 3000), "SELECT " + "(" * 5000, "SELECT " + "1+" * 5000 + "1",
-    "SELECT '" + "x" * 200_000 + "'", " UNION ".join(["SELECT 1"] * 300), "SELECT " + "abs(" * 300 + "1" + ")" * 300,
-    "SELECT max(" + ", ".join("1" * 200) + ")", "SELECT ?999999", "SELECT " + "NOT " * 3000 + "1",
-    ENDLESS + "SELECT count(*) FROM n", ENDLESS + "SELECT zeroblob(999999) FROM n", ENDLESS + "SELECT i FROM n ORDER BY i",
-    ENDLESS + "SELECT group_concat(i) FROM n", ENDLESS + "SELECT DISTINCT hex(zeroblob(9999)) || i FROM n ORDER BY 1",
-    "SELECT json('" + "[" * 5000 + "')", "SELECT abs(-9223372036854775808)", "SELECT CAST(x'ff' AS TEXT)",
+    "x",
+    "SELEC",
+    "SELECT",
+    "SELECT FROM",
+    "SELECT * FROM",
+    "SELECT * FROM nowhere",
+    "SELECT (",
+    "SELECT 1; SELECT 2",
+    "SELECT 'a",
+    'SELECT "',
+    "\0",
+    "SELECT '\0'",
+    "SELECT 1\0",
+    "\ud800",
+    "SELECT '\ud800'",
+    "DROP TABLE product",
+    "DELETE FROM product",
+    "UPDATE product SET price = 0",
+    "INSERT INTO product VALUES (1)",
+    "CREATE TABLE t (x)",
+    "CREATE TEMP TABLE t (x)",
+    "CREATE VIRTUAL TABLE t USING fts5(x)",
+    "ALTER TABLE product RENAME TO x",
+    "ANALYZE",
+    "VACUUM",
+    "VACUUM INTO '/tmp/x'",
+    "BEGIN",
+    "COMMIT",
+    "ROLLBACK",
+    "SAVEPOINT x",
+    "ATTACH '/etc/passwd' AS x",
+    "DETACH main",
+    "PRAGMA table_info(product)",
+    "PRAGMA journal_mode = WAL",
+    "PRAGMA hard_heap_limit = 0",
+    "SELECT * FROM pragma_database_list",
+    "EXPLAIN DELETE FROM product",
+    "SELECT load_extension('/tmp/x.so')",
+    "SELECT readfile('/etc/passwd')",
+    "SELECT fts3_tokenizer('a', x'00')",
+    "SELECT randomblob(999999999)",
+    "SELECT zeroblob(999999999)",
+    "SELECT zeroblob(2147483647)",
+    "SELECT nope(1)",
+    "SELECT " + ", ".join("1" * 3000),
+    "SELECT " + "(" * 5000,
+    "SELECT " + "1+" * 5000 + "1",
+    "SELECT '" + "x" * 200_000 + "'",
+    " UNION ".join(["SELECT 1"] * 300),
+    "SELECT " + "abs(" * 300 + "1" + ")" * 300,
+    "SELECT max(" + ", ".join("1" * 200) + ")",
+    "SELECT ?999999",
+    "SELECT " + "NOT " * 3000 + "1",
+    ENDLESS + "SELECT count(*) FROM n",
+    ENDLESS + "SELECT zeroblob(999999) FROM n",
+    ENDLESS + "SELECT i FROM n ORDER BY i",
+    ENDLESS + "SELECT group_concat(i) FROM n",
+    ENDLESS + "SELECT DISTINCT hex(zeroblob(9999)) || i FROM n ORDER BY 1",
+    "SELECT json('" + "[" * 5000 + "')",
+    "SELECT abs(-9223372036854775808)",
+    "SELECT CAST(x'ff' AS TEXT)",
 ]
 HARMLESS = [  # no statement, no value, nothing to do, or more rows than are shown
-    "", " ", ";", "--", "/*", "SELECT ?", "SELECT :name", "REINDEX", "SELECT printf('%999999999d', 1)", ENDLESS + "SELECT * FROM n",
+    "",
+    " ",
+    ";",
+    "--",
+    "/*",
+    "SELECT ?",
+    "SELECT :name",
+    "REINDEX",
+    "SELECT printf('%999999999d', 1)",
+    ENDLESS + "SELECT * FROM n",
     "SELECT * FROM product a, product b, product c, product d, product e, product f, product g, product h ORDER BY 1, 2, 3",
 ]
 
@@ -72,22 +127,57 @@ def test_d2_queries_that_do_no_harm(query, folder):
     assert not shown(make(folder), query).startswith("error: stopped")
 
 
-@pytest.mark.parametrize("solution", ["", "x", "\0", ENDLESS + "SELECT i FROM n", "DELETE FROM product", "SELECT NULL",
-                                      "SELECT 1, 1", "SELECT x'31'", "SELECT '1'", "SELECT 1 WHERE 0"])
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "",
+        "x",
+        "\0",
+        ENDLESS + "SELECT i FROM n",
+        "DELETE FROM product",
+        "SELECT NULL",
+        "SELECT 1, 1",
+        "SELECT x'31'",
+        "SELECT '1'",
+        "SELECT 1 WHERE 0",
+    ],
+)
 def test_solutions_that_are_wrong(solution, folder):
     outcome = said(make(folder), f"<solution>{solution}</solution>")
     assert outcome.done and outcome.reward == 0
 
 
-@pytest.mark.parametrize("text", ["", "<sql>", "</sql>", "<sql></sql", "<solution>", "<sql><solution>", "\ud800", "\0",
-                                  "<SQL>SELECT 1</SQL>", "</think><sql>", "x" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "<sql>",
+        "</sql>",
+        "<sql></sql",
+        "<solution>",
+        "<sql><solution>",
+        "\ud800",
+        "\0",
+        "<SQL>SELECT 1</SQL>",
+        "</think><sql>",
+        "x" * 100_000,
+    ],
+)
 def test_turns_without_a_query(text, folder):
     outcome = said(make(folder), text)
     assert outcome.observation[0]["content"].startswith("error: ") and not outcome.done
 
 
-DATABASES = {"none.sqlite": None, "folder.sqlite": "folder", "text.sqlite": b"no database " * 100, "zeros.sqlite": b"\0" * 8192,
-             "cut.sqlite": "cut", "../shop_0.sqlite": None, "a\0b": None, "x" * 5000: None}
+DATABASES = {
+    "none.sqlite": None,
+    "folder.sqlite": "folder",
+    "text.sqlite": b"no database " * 100,
+    "zeros.sqlite": b"\0" * 8192,
+    "cut.sqlite": "cut",
+    "../shop_0.sqlite": None,
+    "a\0b": None,
+    "x" * 5000: None,
+}
 
 
 @pytest.mark.parametrize("name", DATABASES, ids=range(len(DATABASES)))

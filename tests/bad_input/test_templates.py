@@ -67,15 +67,20 @@ def test_c9_templates_that_raise(name, mode, model):
 
 
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
-@pytest.mark.parametrize("template", [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    ],
+)
 def test_c9_templates_that_never_end(template, mode, model, monkeypatch):
     monkeypatch.setattr(renderer, "TRIAL_S", 0.1)
     (model / "chat_template.jinja").write_text(template)
-    assert "takes longer than 0.1 s for trial conversations; has it a loop without end?" in problem(model, mode)
+    assert "takes longer than 0.1 s for trial conversations; has it a loop without end?" in problem(
+        model, mode
+    )
     for thread in threading.enumerate():
         if thread.name == "template":
             thread.join(5)
@@ -83,17 +88,26 @@ def test_c9_templates_that_never_end(template, mode, model, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
-@pytest.mark.parametrize("condition", [
-    "messages | length > 4", "messages | length > 50", "messages[-1].content | length > 500",
-    "messages[0].content | length > 500 or messages | length > 10",
-])
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "messages | length > 4",
+        "messages | length > 50",
+        "messages[-1].content | length > 500",
+        "messages[0].content | length > 500 or messages | length > 10",
+    ],
+)
 def test_c9_templates_that_never_end_in_a_long_conversation(condition, mode, model, monkeypatch):
     """They would hang a run in its third turn, with every episode."""
     monkeypatch.setattr(renderer, "TRIAL_S", 1.0)
     own = (model / "chat_template.jinja").read_text()
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}"
-    (model / "chat_template.jinja").write_text("{% if " + condition + " %}" + loop + "{% endif %}" + own)
-    assert "takes longer than 1 s for trial conversations; has it a loop without end?" in problem(model, mode)
+    (model / "chat_template.jinja").write_text(
+        "{% if " + condition + " %}" + loop + "{% endif %}" + own
+    )
+    assert "takes longer than 1 s for trial conversations; has it a loop without end?" in problem(
+        model, mode
+    )
 
 
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
@@ -104,24 +118,43 @@ def test_a_template_may_refuse_long_conversations(mode, model):
     Renderer.for_model(model, mode)
 
 
-@pytest.mark.parametrize("template", ["", "text", "{{ messages[0].content }}", "{{ messages[-1].role }}<eot>"])
+@pytest.mark.parametrize(
+    "template", ["", "text", "{{ messages[0].content }}", "{{ messages[-1].role }}<eot>"]
+)
 def test_templates_that_do_not_close_a_turn(template, model):
     (model / "chat_template.jinja").write_text(template)
     said = problem(model, "tokens")
     assert "does not close the model's turn" in said or "has no chat template" in said
 
 
-OWN = ["messages", "conversation", "conversations", "tokenize", "add_generation_prompt", "continue_final_message",
-       "chat_template", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-       "return_assistant_tokens_mask", "tokenizer_kwargs"]
+OWN = [
+    "messages",
+    "conversation",
+    "conversations",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+]
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_c9_options_that_are_not_the_templates(name, model):
-    assert problem(model, "chat", {name: 1}).startswith(f"rollout.template.{name}: is not the template's")
+    assert problem(model, "chat", {name: 1}).startswith(
+        f"rollout.template.{name}: is not the template's"
+    )
 
 
-@pytest.mark.parametrize("options", [{"tools": "x"}, {"tools": 5}, {"documents": "x"}, {"documents": [1]}, {1: 2}])
+@pytest.mark.parametrize(
+    "options", [{"tools": "x"}, {"tools": 5}, {"documents": "x"}, {"documents": [1]}, {1: 2}]
+)
 def test_c9_options_of_a_wrong_kind(options, model):
     assert "refuses messages of user" in problem(model, "chat", options)
 
@@ -157,14 +190,26 @@ def test_c9_generation_config(name, model):
     assert message in said and str(model / "generation_config.json") in said
 
 
-@pytest.mark.parametrize("content", ["{}", '{"eos_token_id": null}', '{"eos_token_id": []}', '{"eos_token_id": [0, 63]}'])
+@pytest.mark.parametrize(
+    "content", ["{}", '{"eos_token_id": null}', '{"eos_token_id": []}', '{"eos_token_id": [0, 63]}']
+)
 def test_generation_configs_that_are_fine(content, model):
     (model / "generation_config.json").write_text(content)
     assert Renderer.for_model(model, "chat").end_id == 3
 
 
-TOKENIZERS = ["", "{", "[]", "null", "3", "{}", '{"model": {}}', '{"version": "1.0", "model": {"type": "BPE"}}', "[" * 9999,
-              '{"version": "1.0", "added_tokens": 5, "model": {"type": "WordLevel", "vocab": {}, "unk_token": "x"}}']
+TOKENIZERS = [
+    "",
+    "{",
+    "[]",
+    "null",
+    "3",
+    "{}",
+    '{"model": {}}',
+    '{"version": "1.0", "model": {"type": "BPE"}}',
+    "[" * 9999,
+    '{"version": "1.0", "added_tokens": 5, "model": {"type": "WordLevel", "vocab": {}, "unk_token": "x"}}',
+]
 
 
 @pytest.mark.parametrize("content", TOKENIZERS, ids=range(len(TOKENIZERS)))
@@ -173,8 +218,17 @@ def test_tokenizer_files(content, model):
     assert problem(model).startswith(f"model.path = {model}: ")
 
 
-@pytest.mark.parametrize("changed", [{"eos_token": None}, {"eos_token": 5}, {"eos_token": ["x"]}, {"chat_template": 5},
-                                     {"tokenizer_class": 5}, {"added_tokens_decoder": [1]}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"eos_token": None},
+        {"eos_token": 5},
+        {"eos_token": ["x"]},
+        {"chat_template": 5},
+        {"tokenizer_class": 5},
+        {"added_tokens_decoder": [1]},
+    ],
+)
 def test_tokenizer_configs(changed, model):
     path = model / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
@@ -183,14 +237,20 @@ def test_tokenizer_configs(changed, model):
     assert problem(model).startswith(f"model.path = {model}: ")
 
 
-@pytest.mark.parametrize("change, names", [
-    ("chat_template.jinja", "division by zero"), ("generation_config.json", "generation_config.json"),
-    ("tokenizer.json", "its tokenizer cannot be loaded"),
-])
+@pytest.mark.parametrize(
+    "change, names",
+    [
+        ("chat_template.jinja", "division by zero"),
+        ("generation_config.json", "generation_config.json"),
+        ("tokenizer.json", "its tokenizer cannot be loaded"),
+    ],
+)
 def test_c9_on_the_command_line(change, names, model):
     (model / change).write_text("{{ 1 / 0 }}")
     refused("train", CONFIG, f"model.path={model}", *SMALL, names=names)
 
 
 def test_c9_an_option_on_the_command_line():
-    refused("train", CONFIG, "rollout.template.messages=1", *SMALL, names="rollout.template.messages")
+    refused(
+        "train", CONFIG, "rollout.template.messages=1", *SMALL, names="rollout.template.messages"
+    )

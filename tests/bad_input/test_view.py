@@ -19,8 +19,17 @@ def folder(tmp_path) -> Path:
 
 
 CONFIGS = [
-    b"\xff\xfe\x80\x00binary", b"\x80abc: 1", bytes(range(256)), b"model: [", b"a: b: c", b"\tx: 1", b"model: *nothing",
-    b"[" * 20_000, b"!!python/object/apply:os.mkdir [marker]", b"a: 2020-13-45", b"? [a]\n: b",
+    b"\xff\xfe\x80\x00binary",
+    b"\x80abc: 1",
+    bytes(range(256)),
+    b"model: [",
+    b"a: b: c",
+    b"\tx: 1",
+    b"model: *nothing",
+    b"[" * 20_000,
+    b"!!python/object/apply:os.mkdir [marker]",
+    b"a: 2020-13-45",
+    b"? [a]\n: b",
 ]
 
 
@@ -30,12 +39,23 @@ def test_a_config_that_cannot_be_read_is_named(content, folder):
     refused("view", folder, names=str(folder / "config.yaml"))
 
 
-@pytest.mark.parametrize("text", [
-    "model: 3", "model: {path: [1, 2]}", "model: {path: {}}", "model: {path: nowhere}", "[]", "3",
-    "train: {steps: [1]}",
-    "train: {steps: .nan}", "model: {path: ''}", "env: {name: [x]}", "loss: {kind: {a: 1}}",
-    "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: &d [*c, *c]\ne: &e [*d, *d]\nmodel: {path: [*e, *e]}",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: 3",
+        "model: {path: [1, 2]}",
+        "model: {path: {}}",
+        "model: {path: nowhere}",
+        "[]",
+        "3",
+        "train: {steps: [1]}",
+        "train: {steps: .nan}",
+        "model: {path: ''}",
+        "env: {name: [x]}",
+        "loss: {kind: {a: 1}}",
+        "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: &d [*c, *c]\ne: &e [*d, *d]\nmodel: {path: [*e, *e]}",
+    ],
+)
 def test_a_config_with_other_types_is_coped_with(text, folder):
     (folder / "config.yaml").write_text(text)
     assert run("view", folder).code == 0
@@ -46,12 +66,26 @@ STEPS = [None, "1", 1.5, True, -1, [], {}, 10**13, 10**30]
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_a_row_without_a_step_is_named(step, folder):
-    (folder / "metrics.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, "step": step}) + "\n")
+    (folder / "metrics.jsonl").write_text(
+        json.dumps(ROW) + "\n" + json.dumps({**ROW, "step": step}) + "\n"
+    )
     refused("view", folder, names=f"{folder / 'metrics.jsonl'}: line 2: ")
 
 
-@pytest.mark.parametrize("line", ["[]", "3", "null", '"x"', "{}", '{"reward/mean": 1}', "[" * 100_000,
-                                  '{"step": ' + "9" * 5000 + "}"], ids=lambda line: line[:20])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "3",
+        "null",
+        '"x"',
+        "{}",
+        '{"reward/mean": 1}',
+        "[" * 100_000,
+        '{"step": ' + "9" * 5000 + "}",
+    ],
+    ids=lambda line: line[:20],
+)
 def test_a_line_that_is_no_row_is_named(line, folder):
     (folder / "metrics.jsonl").write_text(f"{line}\n")
     refused("view", folder, names=f"{folder / 'metrics.jsonl'}: line 1: ")
@@ -61,27 +95,53 @@ def test_a_resumed_run_names_such_a_row_too(tmp_path):
     """Before anything starts: resuming reads the rows to cut those after the checkpoint."""
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "metrics.jsonl").write_text("{}\n")
-    refused("train", CONFIG, f"run.dir={tmp_path}", "run.name=r", "warm_start.trajectories=0", "run.wandb=disabled",
-            names=f"{tmp_path / 'r' / 'metrics.jsonl'}: line 1: step is None")
+    refused(
+        "train",
+        CONFIG,
+        f"run.dir={tmp_path}",
+        "run.name=r",
+        "warm_start.trajectories=0",
+        "run.wandb=disabled",
+        names=f"{tmp_path / 'r' / 'metrics.jsonl'}: line 1: step is None",
+    )
 
 
-VALUES = ["1e308", "-1e308", "1e-320", "NaN", "Infinity", "-Infinity", "9" * 400, "-" + "9" * 400, "null", '"x"', "[]",
-          "{}", "true", "1e999"]
+VALUES = [
+    "1e308",
+    "-1e308",
+    "1e-320",
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "9" * 400,
+    "-" + "9" * 400,
+    "null",
+    '"x"',
+    "[]",
+    "{}",
+    "true",
+    "1e999",
+]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: value[:12])
 def test_any_value_of_a_metric_is_coped_with(value, folder):
     """Also beside its opposite: an axis from -1e308 to 1e308 has no length."""
-    rows = [f'{{"step": {step}, "reward/mean": {v}, "train/loss": {v}, "time/step_s": {v}}}'
-            for step, v in enumerate((value, "-1e308", "1e308", "0.5"))]
+    rows = [
+        f'{{"step": {step}, "reward/mean": {v}, "train/loss": {v}, "time/step_s": {v}}}'
+        for step, v in enumerate((value, "-1e308", "1e308", "0.5"))
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     result = run("view", folder)
     assert result.code == 0, result.err
     assert (folder / "curves.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", "{", "[" * 100_000, '{"step": "x"}', "9" * 5000],
-                         ids=lambda text: text[:12] or "empty")
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "3", "{", "[" * 100_000, '{"step": "x"}', "9" * 5000],
+    ids=lambda text: text[:12] or "empty",
+)
 def test_an_evaluation_that_cannot_be_read_is_named(text, folder):
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.json").write_text(text)
@@ -93,11 +153,22 @@ def test_a_folder_in_the_place_of_a_file(name, folder):
     (folder / name).unlink(missing_ok=True)
     (folder / name).mkdir()
     result = run("view", folder)
-    assert result.code in (0, 2) and "Traceback" not in result.err  # one file of the two is enough to be a run
+    assert (
+        result.code in (0, 2) and "Traceback" not in result.err
+    )  # one file of the two is enough to be a run
 
 
-OUTS = ["/proc/out.safetensors", "/dev/null/out", "{tmp}/nowhere/out", "{tmp}", "{tmp}/" + "x" * 255, "/sys/out",
-        "/proc/1/out", "{tmp}/file/out", ""]
+OUTS = [
+    "/proc/out.safetensors",
+    "/dev/null/out",
+    "{tmp}/nowhere/out",
+    "{tmp}",
+    "{tmp}/" + "x" * 255,
+    "/sys/out",
+    "/proc/1/out",
+    "{tmp}/file/out",
+    "",
+]
 
 
 @pytest.mark.parametrize("out", OUTS, ids=lambda out: out[:20] or "empty")
@@ -108,12 +179,22 @@ def test_out_in_a_place_that_cannot_be_written(out, tmp_path):
 
 def test_out_whose_log_cannot_be_written(tmp_path):
     (tmp_path / "out.log").mkdir()
-    refused("rollout", CONFIG, "--out", str(tmp_path / "out"), names=f"--out {tmp_path}/out: cannot be written")
+    refused(
+        "rollout",
+        CONFIG,
+        "--out",
+        str(tmp_path / "out"),
+        names=f"--out {tmp_path}/out: cannot be written",
+    )
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])
-@pytest.mark.parametrize("folder", ["/proc/runs", "/dev/null", "{tmp}/file", "{tmp}/file/deeper", "/sys/runs"])
+@pytest.mark.parametrize(
+    "folder", ["/proc/runs", "/dev/null", "{tmp}/file", "{tmp}/file/deeper", "/sys/runs"]
+)
 def test_a_run_directory_that_cannot_be_written(command, folder, tmp_path):
     (tmp_path / "file").write_text("")
     folder = folder.format(tmp=tmp_path)
-    refused(command, CONFIG, f"run.dir={folder}", "warm_start.trajectories=0", names=f"{folder}/chase-")
+    refused(
+        command, CONFIG, f"run.dir={folder}", "warm_start.trajectories=0", names=f"{folder}/chase-"
+    )

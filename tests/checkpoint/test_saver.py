@@ -7,8 +7,8 @@ import shutil
 import numpy as np
 import pytest
 
+from megastep.checkpoint.manifest import check_intact, data_files, read_manifest
 from megastep.errors import CheckpointError
-from megastep.checkpoint.manifest import data_files, read_manifest, refuse_damaged
 from tests import cases
 from tests.payloads import plant
 
@@ -24,29 +24,41 @@ def saved(ranks, models, tmp_path_factory):
     """A checkpoint written under TP2, and the steps that followed it there."""
     folder, _ = models("qwen3_moe")
     root = tmp_path_factory.mktemp("saved")
-    steps = ranks(2).run(cases.save_then_go_on, folder=folder, layout=TP2, root=root, before=3, after=3)[0]
+    steps = ranks(2).run(
+        cases.save_then_go_on, folder=folder, layout=TP2, root=root, before=3, after=3
+    )[0]
     return folder, root / "step_3", steps
 
 
-@pytest.mark.parametrize("world, layout", [(2, PP2), (2, EP2), (1, {}), (2, TP2), (4, dict(tensor=2, pipeline=2))])
+@pytest.mark.parametrize(
+    "world, layout", [(2, PP2), (2, EP2), (1, {}), (2, TP2), (4, dict(tensor=2, pipeline=2))]
+)
 def test_loads_under_another_layout(world, layout, saved, ranks):
     """Three steps, not one: a wrong optimizer state shows from the second on."""
     folder, checkpoint, expected = saved
-    steps = ranks(world).run(cases.load_and_go_on, folder=folder, layout=layout, checkpoint=checkpoint, steps=3)[0]
+    steps = ranks(world).run(
+        cases.load_and_go_on, folder=folder, layout=layout, checkpoint=checkpoint, steps=3
+    )[0]
     np.testing.assert_allclose(numbers(steps), numbers(expected), rtol=1e-5)
 
 
 def test_same_layout_continues_bit_for_bit(saved, ranks):
     folder, checkpoint, expected = saved
-    steps = ranks(2).run(cases.load_and_go_on, folder=folder, layout=TP2, checkpoint=checkpoint, steps=3)[0]
+    steps = ranks(2).run(
+        cases.load_and_go_on, folder=folder, layout=TP2, checkpoint=checkpoint, steps=3
+    )[0]
     assert numbers(steps) == numbers(expected)
 
 
 def test_bf16_keeps_its_master_weights(ranks, models, tmp_path):
     folder, _ = models("qwen3_moe")
     arguments = dict(folder=folder, precision="bf16")
-    expected = ranks(2).run(cases.save_then_go_on, layout=EP2, root=tmp_path, before=3, after=3, **arguments)[0]
-    steps = ranks(2).run(cases.load_and_go_on, layout=EP2, checkpoint=tmp_path / "step_3", steps=3, **arguments)[0]
+    expected = ranks(2).run(
+        cases.save_then_go_on, layout=EP2, root=tmp_path, before=3, after=3, **arguments
+    )[0]
+    steps = ranks(2).run(
+        cases.load_and_go_on, layout=EP2, checkpoint=tmp_path / "step_3", steps=3, **arguments
+    )[0]
     assert numbers(steps) == numbers(expected)
 
 
@@ -55,29 +67,43 @@ def test_asynchronous_save_holds_the_step_it_was_asked_at(ranks, models, tmp_pat
     the loop asks after they were."""
     folder, _ = models("qwen3_moe")
     expected = ranks(2).run(
-        cases.save_then_go_on, folder=folder, layout=EP2, root=tmp_path, before=3, after=3, asynchronous=True
+        cases.save_then_go_on,
+        folder=folder,
+        layout=EP2,
+        root=tmp_path,
+        before=3,
+        after=3,
+        asynchronous=True,
     )[0]
-    steps = ranks(2).run(cases.load_and_go_on, folder=folder, layout=EP2, checkpoint=tmp_path / "step_3", steps=3)[0]
+    steps = ranks(2).run(
+        cases.load_and_go_on, folder=folder, layout=EP2, checkpoint=tmp_path / "step_3", steps=3
+    )[0]
     assert numbers(steps) == numbers(expected)
 
 
 def test_files_of_an_asynchronous_save_are_hashed_in_the_background(ranks, models, tmp_path):
     """A rank that hashed gigabytes would not train meanwhile."""
-    for rank, hashed_by in ranks(2).run(cases.who_hashes, folder=models("qwen3_moe")[0], layout=TP2, root=tmp_path):
+    for rank, hashed_by in ranks(2).run(
+        cases.who_hashes, folder=models("qwen3_moe")[0], layout=TP2, root=tmp_path
+    ):
         assert len(hashed_by) == 1 and rank not in hashed_by
     written = read_manifest(tmp_path / "checkpoints" / "step_1")
-    refuse_damaged(tmp_path / "checkpoints" / "step_1", written, data_files(written))
+    check_intact(tmp_path / "checkpoints" / "step_1", written, data_files(written))
     assert {name.split("_")[2] for name in data_files(written)} == {"0", "1"}  # ranks
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_file_that_one_rank_cannot_read_ends_all_ranks(asynchronous, ranks, models, tmp_path):
     """Others would wait for it until their timeout."""
-    arguments = dict(folder=models("qwen3_moe")[0], layout=TP2, root=tmp_path, asynchronous=asynchronous)
+    arguments = dict(
+        folder=models("qwen3_moe")[0], layout=TP2, root=tmp_path, asynchronous=asynchronous
+    )
     (saving, loading), others = ranks(2).run(cases.errors_where_one_cannot_read, **arguments)
     assert others == (saving, loading)
     assert "Input/output error" in saving and f"{tmp_path / 'step_2.partial'}/__1_" in saving
-    assert loading.startswith(f"{tmp_path / 'step_1'}/") and loading.endswith(": not readable (Input/output error)")
+    assert loading.startswith(f"{tmp_path / 'step_1'}/") and loading.endswith(
+        ": not readable (Input/output error)"
+    )
 
 
 def test_a_folder_that_the_first_rank_cannot_make_ends_all_ranks(ranks, models, tmp_path):
@@ -90,13 +116,21 @@ def test_a_folder_that_the_first_rank_cannot_make_ends_all_ranks(ranks, models, 
 @pytest.mark.parametrize("keep, left", [(1, ["step_3"]), (2, ["step_2", "step_3"])])
 def test_older_checkpoints_are_removed(keep, left, ranks, models, tmp_path):
     """checkpoint.keep"""
-    ranks(1).run(cases.saves, folder=models("qwen3_moe")[0], root=tmp_path, settings={"checkpoint.keep": keep}, count=3)
+    ranks(1).run(
+        cases.saves,
+        folder=models("qwen3_moe")[0],
+        root=tmp_path,
+        settings={"checkpoint.keep": keep},
+        count=3,
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_random_state_is_restored(ranks, models, tmp_path):
     folder, _ = models("qwen2_tied")
-    for expected, found in ranks(2).run(cases.random_numbers_after_load, folder=folder, layout=PP2, root=tmp_path):
+    for expected, found in ranks(2).run(
+        cases.random_numbers_after_load, folder=folder, layout=PP2, root=tmp_path
+    ):
         assert expected == found
 
 

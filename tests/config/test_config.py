@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import megastep
-from megastep.errors import ConfigError
 from megastep import cli
-from megastep.config import paths
-from megastep.config import Config, load, to_yaml
+from megastep.config import Config, load, paths, to_yaml
+from megastep.errors import ConfigError
 
 LOCAL = "configs/local.yaml"
 TINY = Path("configs/models/tiny-qwen3-moe/config.json")
@@ -32,7 +31,9 @@ def test_shipped_configs_are_valid(path):
 
 def test_layers_of_configuration(tmp_path):
     base = tmp_path / "base.yaml"
-    base.write_text(f"model: {{path: {TINY.parent.resolve()}, init: random}}\ntrain: {{steps: 7, seed: 3}}\n")
+    base.write_text(
+        f"model: {{path: {TINY.parent.resolve()}, init: random}}\ntrain: {{steps: 7, seed: 3}}\n"
+    )
     top = tmp_path / "top.yaml"
     top.write_text("base: base.yaml\ntrain: {steps: 8}\noptimizer: {lr: 1e-3}\n")
     config = load(top, ["train.seed=4", "optimizer.betas=[0.8,0.9]"])
@@ -42,7 +43,9 @@ def test_layers_of_configuration(tmp_path):
 
 
 def test_resolved_config_reads_back(tmp_path):
-    config = load(LOCAL, ["train.steps=9", "policy.parallel.layers_per_stage=null", "async.max_staleness=0.5"])
+    config = load(
+        LOCAL, ["train.steps=9", "policy.parallel.layers_per_stage=null", "async.max_staleness=0.5"]
+    )
     assert config.asynchronous.max_staleness == 0.5 and "\nasync:\n" in to_yaml(config)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load(tmp_path / "config.yaml") == paths.absolute(config)
@@ -59,7 +62,9 @@ def test_configs_are_found_from_anywhere(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     there = load(config, has_cuda=True)
     assert there == here and Path(there.model.path).is_dir()
-    assert load(os.path.relpath(config), has_cuda=True).model.path == os.path.relpath(here.model.path)
+    assert load(os.path.relpath(config), has_cuda=True).model.path == os.path.relpath(
+        here.model.path
+    )
 
 
 def test_the_planner_works_from_anywhere(tmp_path, monkeypatch, capsys):
@@ -84,11 +89,27 @@ def test_paths_are_relative_to_the_file_that_names_them(tmp_path, monkeypatch):
     config = load("above/top.yaml")
     assert config.model.path == "above/below/model"
     assert (config.data.train, config.data.eval) == ("above/below/rows.jsonl", "hf:above/set:test")
-    assert config.env.options == {"databases": f"{above}/dbs", "list": [f"{below}/a", "b", ".."], "name": "x/y"}
+    assert config.env.options == {
+        "databases": f"{above}/dbs",
+        "list": [f"{below}/a", "b", ".."],
+        "name": "x/y",
+    }
     assert (config.run.resume, config.run.dir) == ("above/runs/a", "out")
-    given = load("above/top.yaml", ["run.resume=auto", "data.train=x.parquet", "data.eval=hf:org/name",
-                                    "env.options.databases=./dbs", "env.options.name=z"])
-    assert (given.run.resume, given.data.train, given.data.eval) == ("auto", "x.parquet", "hf:org/name")
+    given = load(
+        "above/top.yaml",
+        [
+            "run.resume=auto",
+            "data.train=x.parquet",
+            "data.eval=hf:org/name",
+            "env.options.databases=./dbs",
+            "env.options.name=z",
+        ],
+    )
+    assert (given.run.resume, given.data.train, given.data.eval) == (
+        "auto",
+        "x.parquet",
+        "hf:org/name",
+    )
     assert given.env.options["databases"] == f"{tmp_path}/dbs" and given.env.options["name"] == "z"
 
 
@@ -106,24 +127,41 @@ def test_a_link_in_a_path_is_followed_as_the_file_system_does(tmp_path):
     (tmp_path / "far" / "configs").mkdir(parents=True)
     (tmp_path / "far" / "model").mkdir()
     (tmp_path / "far" / "model" / "config.json").write_text(TINY.read_text())
-    (tmp_path / "far" / "configs" / "top.yaml").write_text("model: {path: ../model, init: random}\n")
+    (tmp_path / "far" / "configs" / "top.yaml").write_text(
+        "model: {path: ../model, init: random}\n"
+    )
     (tmp_path / "near").symlink_to("far/configs")
-    assert Path(load(tmp_path / "near" / "top.yaml").model.path).samefile(tmp_path / "far" / "model")
+    assert Path(load(tmp_path / "near" / "top.yaml").model.path).samefile(
+        tmp_path / "far" / "model"
+    )
 
 
 def test_the_kept_config_reads_back_from_anywhere(tmp_path, monkeypatch):
     """With what the command line gave relative to the working directory, and with what is no path as it was."""
     monkeypatch.setenv("KEY", "value")
-    config = load(LOCAL, ["data.train=rows.jsonl", "run.resume=runs/x/checkpoints/step_1", "run.name=a b",
-                          "env.options={key: '${env:KEY}', odd: '???', number: '1e-3', deep: {1: [null, true]}}"])
+    config = load(
+        LOCAL,
+        [
+            "data.train=rows.jsonl",
+            "run.resume=runs/x/checkpoints/step_1",
+            "run.name=a b",
+            "env.options={key: '${env:KEY}', odd: '???', number: '1e-3', deep: {1: [null, true]}}",
+        ],
+    )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     root = os.getcwd()
     monkeypatch.chdir(tmp_path)
     back = load("config.yaml")
-    assert back.model.path == f"{root}/configs/models/chase" and back.data.train == f"{root}/rows.jsonl"
+    assert (
+        back.model.path == f"{root}/configs/models/chase"
+        and back.data.train == f"{root}/rows.jsonl"
+    )
     assert back.run.resume == f"{root}/runs/x/checkpoints/step_1" and back.run.dir == "runs"
-    assert back.env.options == config.env.options == {
-        "key": "${env:KEY}", "odd": "???", "number": "1e-3", "deep": {1: [None, True]}}
+    assert (
+        back.env.options
+        == config.env.options
+        == {"key": "${env:KEY}", "odd": "???", "number": "1e-3", "deep": {1: [None, True]}}
+    )
 
 
 @pytest.mark.parametrize("given", ["file", "command line"])
@@ -131,20 +169,31 @@ def test_a_name_on_the_hub_says_how_to_fetch_it(given, tmp_path):
     path = tmp_path / "hub.yaml"
     path.write_text("model: {path: Qwen/Qwen3-8B}\n" if given == "file" else "")
     (line,) = problems(*[] if given == "file" else ["model.path=Qwen/Qwen3-8B"], config=path)
-    assert line.startswith(f"model.path: {tmp_path / 'Qwen/Qwen3-8B' if given == 'file' else 'Qwen/Qwen3-8B'}: no such")
-    assert line.endswith("`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`, then model.path=models/Qwen3-8B")
+    assert line.startswith(
+        f"model.path: {tmp_path / 'Qwen/Qwen3-8B' if given == 'file' else 'Qwen/Qwen3-8B'}: no such"
+    )
+    assert line.endswith(
+        "`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`, then model.path=models/Qwen3-8B"
+    )
     assert "hf download" not in problems("model.path=/models/Qwen3-8B")[0]
 
 
-@pytest.mark.parametrize("command", [["train"], ["eval"], ["rollout", "--out", "x.safetensors"]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command", [["train"], ["eval"], ["rollout", "--out", "x.safetensors"]], ids=lambda c: c[0]
+)
 def test_an_environment_must_be_named(command, tmp_path, capsys):
     """A config with a model alone played chase on it."""
     path = tmp_path / "model.yaml"
-    path.write_text(f"model: {{path: {Path('configs/models/bytes').resolve()}, init: random}}\n"
-                    f"run: {{dir: {tmp_path}}}\nengine: {{max_model_len: 512}}\n")
+    path.write_text(
+        f"model: {{path: {Path('configs/models/bytes').resolve()}, init: random}}\n"
+        f"run: {{dir: {tmp_path}}}\nengine: {{max_model_len: 512}}\n"
+    )
     assert cli.main([command[0], str(path), *command[1:]]) == 2
     names = "chase, guess, search, skyrl, sql"
-    assert capsys.readouterr().err == f"error: env.name: must be given; one of {names}, or module:Class\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: env.name: must be given; one of {names}, or module:Class\n"
+    )
 
 
 def test_a_plan_needs_a_model_alone(tmp_path, capsys):
@@ -160,26 +209,44 @@ def test_the_correction_follows_from_staleness():
     """S15: tokens of older policies are weighed by truncated importance, unless the config says otherwise."""
     assert load(LOCAL).policy_loss.importance_sampling.mode == "none"
     assert load(LOCAL, ["async.max_staleness=1"]).policy_loss.importance_sampling.mode == "truncate"
-    assert load(LOCAL, ["async.max_staleness=1", "loss.importance_sampling.mode=mask"]).policy_loss.importance_sampling.mode == "mask"
+    assert (
+        load(
+            LOCAL, ["async.max_staleness=1", "loss.importance_sampling.mode=mask"]
+        ).policy_loss.importance_sampling.mode
+        == "mask"
+    )
     (line,) = problems("async.max_staleness=1", "loss.type=reinforce", "loss.old_logprobs=rollout")
-    assert line.startswith("async.max_staleness = 1.0: loss.type = reinforce has no ratio that would correct")
+    assert line.startswith(
+        "async.max_staleness = 1.0: loss.type = reinforce has no ratio that would correct"
+    )
 
 
 def test_shared_gpus_cannot_work_ahead():
     (line,) = problems("async.max_staleness=0.5", "cluster.colocate=true")
-    assert line.startswith("async.max_staleness = 0.5: engines that share their GPUs with the policy cannot work")
+    assert line.startswith(
+        "async.max_staleness = 0.5: engines that share their GPUs with the policy cannot work"
+    )
 
 
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("policy.parallel.tenser=2", "policy.parallel.tenser: unknown key; did you mean policy.parallel.tensor?"),
+        (
+            "policy.parallel.tenser=2",
+            "policy.parallel.tenser: unknown key; did you mean policy.parallel.tensor?",
+        ),
         ("lr=1", "lr: unknown key; did you mean optimizer.lr?"),
-        ("qwertz=1", "qwertz: unknown key; known sections: model, data, env, rollout, eval, policy, engine, sync"),
+        (
+            "qwertz=1",
+            "qwertz: unknown key; known sections: model, data, env, rollout, eval, policy, engine, sync",
+        ),
         ("policy.parallel=2", "policy.parallel: is a section"),
         ("train.steps=many", "train.steps = 'many': wrong type, int is needed"),
         ("train.steps=1.5", "train.steps = 1.5: wrong type, int is needed"),
-        ("checkpoint.asynchronous=perhaps", "checkpoint.asynchronous = 'perhaps': wrong type, bool is needed"),
+        (
+            "checkpoint.asynchronous=perhaps",
+            "checkpoint.asynchronous = 'perhaps': wrong type, bool is needed",
+        ),
         ("train.steps", "train.steps: not of the form key=value"),
         ("policy.precision=fp8", "policy.precision = fp8: must be one of fp32, bf16"),
         ("train.steps=0", "train.steps = 0: must be 1 or more"),
@@ -192,35 +259,89 @@ def test_shared_gpus_cannot_work_ahead():
         ("train.mini_batch_prompts=0", "train.mini_batch_prompts = 0: must be 1 or more"),
         ("advantage.gamma=2", "advantage.gamma = 2.0: must lie in 0 to 1"),
         ("warm_start.trajectories=-1", "warm_start.trajectories = -1: must not be negative"),
-        ("policy.parallel.tensor=3", "policy.parallel.tensor = 3: does not divide the model's 4 attention heads"),
-        ("policy.parallel.tensor=4", "policy.parallel.tensor = 4: does not divide the model's 2 key/value heads"),
-        ("policy.parallel.expert=3", "policy.parallel.expert = 3: does not divide the model's 8 experts; 1, 2, 4, 8"),
-        ("policy.parallel.pipeline=4", "policy.parallel.pipeline = 4: pipeline × virtual = 4 does not divide"),
+        (
+            "policy.parallel.tensor=3",
+            "policy.parallel.tensor = 3: does not divide the model's 4 attention heads",
+        ),
+        (
+            "policy.parallel.tensor=4",
+            "policy.parallel.tensor = 4: does not divide the model's 2 key/value heads",
+        ),
+        (
+            "policy.parallel.expert=3",
+            "policy.parallel.expert = 3: does not divide the model's 8 experts; 1, 2, 4, 8",
+        ),
+        (
+            "policy.parallel.pipeline=4",
+            "policy.parallel.pipeline = 4: pipeline × virtual = 4 does not divide",
+        ),
         ("policy.parallel.layers_per_stage=[3]", "adds up to 3, the model has 2 layers"),
-        ("policy.parallel.virtual=2", "policy.parallel.virtual = 2: needs policy.parallel.pipeline > 1"),
-        ("policy.ranks=3", "policy.ranks = 3: must be a multiple of expert × expert_tensor × pipeline = 2"),
-        ("policy.parallel.context=2", "policy.parallel.context = 2: needs sequences that do not branch"),
-        ("train.micro_batch_tokens=31", "train.micro_batch_tokens = 31: must hold the longest model call, 129 tokens"),
-        ("policy.recompute=[full,moe]", "policy.recompute = ['full', 'moe']: full already covers everything"),
+        (
+            "policy.parallel.virtual=2",
+            "policy.parallel.virtual = 2: needs policy.parallel.pipeline > 1",
+        ),
+        (
+            "policy.ranks=3",
+            "policy.ranks = 3: must be a multiple of expert × expert_tensor × pipeline = 2",
+        ),
+        (
+            "policy.parallel.context=2",
+            "policy.parallel.context = 2: needs sequences that do not branch",
+        ),
+        (
+            "train.micro_batch_tokens=31",
+            "train.micro_batch_tokens = 31: must hold the longest model call, 129 tokens",
+        ),
+        (
+            "policy.recompute=[full,moe]",
+            "policy.recompute = ['full', 'moe']: full already covers everything",
+        ),
         ("policy.recompute=[all]", "policy.recompute = ['all']: must be a list of full, core_attn"),
-        ("optimizer.cpu_offload_fraction=0.5", "optimizer.cpu_offload_fraction = 0.5: there is no GPU here to take it from"),
-        ("optimizer.cpu_offload_fraction=1", "optimizer.cpu_offload_fraction = 1.0: Megatron could not load its checkpoints"),
-        ("policy.activation_offload_layers=-1", "policy.activation_offload_layers = -1: must not be negative"),
+        (
+            "optimizer.cpu_offload_fraction=0.5",
+            "optimizer.cpu_offload_fraction = 0.5: there is no GPU here to take it from",
+        ),
+        (
+            "optimizer.cpu_offload_fraction=1",
+            "optimizer.cpu_offload_fraction = 1.0: Megatron could not load its checkpoints",
+        ),
+        (
+            "policy.activation_offload_layers=-1",
+            "policy.activation_offload_layers = -1: must not be negative",
+        ),
         ("loss.type=ppo", "loss.type = ppo: must be one of ppo_clip, gspo, cispo, reinforce, nll"),
         ("loss.dual_clip=0.5", "loss.dual_clip = 0.5: must be more than 1"),
         ("loss.clip_low=1.2", "loss.clip_low = 1.2: must lie in 0 to 1"),
         ("loss.clip_low=-0.1", "loss.clip_low = -0.1: must lie in 0 to 1"),
         ("loss.clip_high=-0.1", "loss.clip_high = -0.1: must not be negative"),
-        ("loss.importance_sampling.low=3", "loss.importance_sampling.low = 3.0: must be less than loss.importance_sampling.high = 2.0"),
-        ("routing_replay.min_agreement=2", "routing_replay.min_agreement = 2.0: must lie in 0 to 1"),
+        (
+            "loss.importance_sampling.low=3",
+            "loss.importance_sampling.low = 3.0: must be less than loss.importance_sampling.high = 2.0",
+        ),
+        (
+            "routing_replay.min_agreement=2",
+            "routing_replay.min_agreement = 2.0: must lie in 0 to 1",
+        ),
         ("train.pack_layout=tree", "train.pack_layout = tree: must be one of trie, merge, flat"),
         ("engine.num_engines=0", "engine.num_engines = 0: must be 1 or more"),
-        ("engine.tensor_parallel=3", "engine.tensor_parallel = 3: does not divide the model's 4 attention heads"),
-        ("engine.max_model_len=513", "engine.max_model_len = 513: must be from 2 to the model's 512 positions"),
-        ("engine.gpu_memory_utilization=1.5", "engine.gpu_memory_utilization = 1.5: must lie between 0 and 1"),
+        (
+            "engine.tensor_parallel=3",
+            "engine.tensor_parallel = 3: does not divide the model's 4 attention heads",
+        ),
+        (
+            "engine.max_model_len=513",
+            "engine.max_model_len = 513: must be from 2 to the model's 512 positions",
+        ),
+        (
+            "engine.gpu_memory_utilization=1.5",
+            "engine.gpu_memory_utilization = 1.5: must lie between 0 and 1",
+        ),
         ("engine.request_timeout_s=0", "engine.request_timeout_s = 0: must be more than 0"),
         ("sync.backend=disk", "sync.backend = disk: must be one of auto, shm, nccl, ipc"),
-        ("sync.backend=ipc", "sync.backend = ipc: hands over memory of a shared GPU; needs cluster.colocate=true"),
+        (
+            "sync.backend=ipc",
+            "sync.backend = ipc: hands over memory of a shared GPU; needs cluster.colocate=true",
+        ),
         ("cluster.cpus_per_process=-1", "cluster.cpus_per_process = -1.0: must be more than 0"),
         ("model.path=nowhere", "model.path: nowhere: no such folder"),
         ("rollout.mode=text", "rollout.mode = text: must be one of tokens, chat"),
@@ -228,26 +349,46 @@ def test_shared_gpus_cannot_work_ahead():
         ("eval.samples_per_prompt=0", "eval.samples_per_prompt = 0: must be 1 or more"),
         ("rollout.env_timeout_s=0", "rollout.env_timeout_s = 0.0: must be more than 0"),
         ("rollout.max_response_tokens=1", "rollout.max_response_tokens = 1: must be 2 or more"),
-        ("rollout.max_response_tokens=512", "rollout.max_response_tokens = 512: engine.max_model_len is 256"),
-        ("rollout.max_prompt_tokens=300", "rollout.max_prompt_tokens = 300: engine.max_model_len is 256, of which"),
-        ("engine.max_model_len=9", "rollout.max_response_tokens = 9: engine.max_model_len is 9, and a prompt"),
+        (
+            "rollout.max_response_tokens=512",
+            "rollout.max_response_tokens = 512: engine.max_model_len is 256",
+        ),
+        (
+            "rollout.max_prompt_tokens=300",
+            "rollout.max_prompt_tokens = 300: engine.max_model_len is 256, of which",
+        ),
+        (
+            "engine.max_model_len=9",
+            "rollout.max_response_tokens = 9: engine.max_model_len is 9, and a prompt",
+        ),
         ("env.option.x=1", "env.option.x: unknown key; did you mean env.options?"),
-        ("rollout.template=x", "rollout.template = 'x': wrong type, dict[str, typing.Any] is needed"),
+        (
+            "rollout.template=x",
+            "rollout.template = 'x': wrong type, dict[str, typing.Any] is needed",
+        ),
         ("run.wandb=maybe", "run.wandb = maybe: must be one of online, offline, disabled"),
     ],
 )
 def test_each_mistake_has_its_line(override, message):
-    assert any(p.startswith(message) or message in p for p in problems(override)), problems(override)
+    assert any(p.startswith(message) or message in p for p in problems(override)), problems(
+        override
+    )
 
 
 def test_expert_gradients_would_be_summed_over_the_wrong_ranks():
-    found = problems("policy.parallel.expert=1", "policy.parallel.tensor=2", "policy.parallel.expert_tensor=1")
-    assert found == ["policy.parallel.expert_tensor = 1: must be the tensor size 2 while policy.parallel.expert = 1"]
+    found = problems(
+        "policy.parallel.expert=1", "policy.parallel.tensor=2", "policy.parallel.expert_tensor=1"
+    )
+    assert found == [
+        "policy.parallel.expert_tensor = 1: must be the tensor size 2 while policy.parallel.expert = 1"
+    ]
 
 
 def test_options_of_others_may_have_any_name(tmp_path):
     base = tmp_path / "base.yaml"
-    base.write_text(f"base: {Path(LOCAL).resolve()}\nenv: {{name: sql, options: {{databases: here, a: {{b: 1}}}}}}\n")
+    base.write_text(
+        f"base: {Path(LOCAL).resolve()}\nenv: {{name: sql, options: {{databases: here, a: {{b: 1}}}}}}\n"
+    )
     config = load(base, ["env.options.query_timeout_s=2", "rollout.template.enable_thinking=false"])
     assert config.env.options == {"databases": "here", "a": {"b": 1}, "query_timeout_s": 2}
     assert config.rollout.template == {"enable_thinking": False}
@@ -256,26 +397,47 @@ def test_options_of_others_may_have_any_name(tmp_path):
 
 
 def test_options_of_a_base_are_kept_beside_others(tmp_path):
-    (tmp_path / "base.yaml").write_text(f"base: {Path(LOCAL).resolve()}\nenv: {{options: {{a: {{b: 1, c: 2}}, d: [1]}}}}\n")
+    (tmp_path / "base.yaml").write_text(
+        f"base: {Path(LOCAL).resolve()}\nenv: {{options: {{a: {{b: 1, c: 2}}, d: [1]}}}}\n"
+    )
     (tmp_path / "top.yaml").write_text("base: base.yaml\nenv: {options: {a: {c: 3}, d: [2]}}\n")
     config = load(tmp_path / "top.yaml", ["env.options.a.e=4"])
     assert config.env.options == {"a": {"b": 1, "c": 3, "e": 4}, "d": [2]}
 
 
-@pytest.mark.parametrize("override", [
-    "run.name=a.b-c_d e", "run.name='...'", "run.name=5", f"run.name={'x' * 200}", "cluster.address=auto",
-    "cluster.address=local", "cluster.address=head:6379", "cluster.address=10.0.0.7:6379",
-    "cluster.address='[::1]:6379'", "optimizer.eps=1e-15", "train.seed=2147483647", "rollout.temperature=0.01",
-    "cluster.cpus_per_process=0.0001", "cluster.object_store_mb=75", "sync.backend=shm", "optimizer.lr=1",
-])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.name=a.b-c_d e",
+        "run.name='...'",
+        "run.name=5",
+        f"run.name={'x' * 200}",
+        "cluster.address=auto",
+        "cluster.address=local",
+        "cluster.address=head:6379",
+        "cluster.address=10.0.0.7:6379",
+        "cluster.address='[::1]:6379'",
+        "optimizer.eps=1e-15",
+        "train.seed=2147483647",
+        "rollout.temperature=0.01",
+        "cluster.cpus_per_process=0.0001",
+        "cluster.object_store_mb=75",
+        "sync.backend=shm",
+        "optimizer.lr=1",
+    ],
+)
 def test_unusual_values_are_accepted(override):
     load("configs/chase.yaml", [override])
 
 
 def test_another_machine_may_have_more(monkeypatch):
     """Memory and GPUs of this one are no matter where Ray runs elsewhere."""
-    elsewhere = ["cluster.address=head:6379", "sync.backend=nccl", "cluster.object_store_mb=16000000",
-                 "engine.cpu_kv_gb=60000"]
+    elsewhere = [
+        "cluster.address=head:6379",
+        "sync.backend=nccl",
+        "cluster.object_store_mb=16000000",
+        "engine.cpu_kv_gb=60000",
+    ]
     load("configs/chase.yaml", elsewhere)
     assert len(problems(*elsewhere[1:], config="configs/chase.yaml")) == 3
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
@@ -284,8 +446,10 @@ def test_another_machine_may_have_more(monkeypatch):
 
 def test_colocated_engines_need_the_places_of_ranks():
     found = problems("cluster.colocate=true", "engine.num_engines=3")
-    assert found == ["engine.num_engines = 3: engines need count × tensor = 3 places, cluster.colocate=true offers them "
-                     "the 2 of the policy's ranks"]
+    assert found == [
+        "engine.num_engines = 3: engines need count × tensor = 3 places, cluster.colocate=true offers them "
+        "the 2 of the policy's ranks"
+    ]
 
 
 def test_all_problems_at_once(tmp_path):
@@ -303,7 +467,11 @@ def test_required_key(tmp_path):
 
 @pytest.mark.parametrize(
     "content, message",
-    [("a: [1", "not readable as YAML"), ("- 1", "holds a list; `key: value` lines are needed"), ("\x00", "YAML")],
+    [
+        ("a: [1", "not readable as YAML"),
+        ("- 1", "holds a list; `key: value` lines are needed"),
+        ("\x00", "YAML"),
+    ],
 )
 def test_unreadable_yaml(content, message, tmp_path):
     path = tmp_path / "broken.yaml"
@@ -323,7 +491,10 @@ def test_missing_and_circular_files(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "gpt9"}, "unknown architecture model_type='gpt9'; supported: llama, qwen2, qwen3"),
+        (
+            {"model_type": "gpt9"},
+            "unknown architecture model_type='gpt9'; supported: llama, qwen2, qwen3",
+        ),
         ({"hidden_size": None}, "hidden_size is missing, qwen3_moe needs it"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; silu is"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
@@ -339,7 +510,10 @@ def test_unusable_architectures(change, message, tmp_path):
 
 
 def test_exit_code_2_without_traceback_or_process(capsys, monkeypatch):
-    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", lambda self: pytest.fail("a process was started"))
+    monkeypatch.setattr(
+        "multiprocessing.process.BaseProcess.start",
+        lambda self: pytest.fail("a process was started"),
+    )
     assert cli.main(["train", LOCAL, "policy.ranks=3", "train.stepz=1"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) >= 2 and all(line.startswith("error: ") for line in errors)
@@ -348,7 +522,10 @@ def test_exit_code_2_without_traceback_or_process(capsys, monkeypatch):
 def test_overrides_may_follow_an_option(capsys):
     assert cli.main(["rollout", LOCAL, "rollout.sample=1", "--out", "x", "rollout.prompt=1"]) == 2
     errors = capsys.readouterr().err
-    assert "did you mean rollout.samples_per_prompt?" in errors and "did you mean rollout.prompts?" in errors
+    assert (
+        "did you mean rollout.samples_per_prompt?" in errors
+        and "did you mean rollout.prompts?" in errors
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", LOCAL, "--fast", "train.steps=1"])
     assert ended.value.code == 2 and "unrecognized arguments: --fast" in capsys.readouterr().err
@@ -356,7 +533,9 @@ def test_overrides_may_follow_an_option(capsys):
 
 def test_weights_that_are_not_there(capsys):
     assert cli.main(["train", LOCAL, "model.init=hf"]) == 2
-    assert "error: configs/models/chase: no weights; model.safetensors or" in capsys.readouterr().err
+    assert (
+        "error: configs/models/chase: no weights; model.safetensors or" in capsys.readouterr().err
+    )
 
 
 def test_the_version_names_the_stack(capsys):
@@ -364,7 +543,9 @@ def test_the_version_names_the_stack(capsys):
         cli.main(["--version"])
     ours, stack = capsys.readouterr().out.splitlines()
     assert ended.value.code == 0 and ours == f"megastep {megastep.__version__}"
-    assert {"Python", "megatron-core", "torch", "ray"} <= {part.split()[0] for part in stack.split(", ")}
+    assert {"Python", "megatron-core", "torch", "ray"} <= {
+        part.split()[0] for part in stack.split(", ")
+    }
 
 
 def test_help_is_fast_and_imports_no_torch():

@@ -8,7 +8,9 @@ from tests.bad_input import harness
 LOCAL = "configs/local.yaml"
 
 
-@pytest.mark.parametrize("kind, low, high", [("ppo_clip", 0.2, 0.2), ("gspo", 3e-4, 4e-4), ("cispo", 1.0, 4.0)])
+@pytest.mark.parametrize(
+    "kind, low, high", [("ppo_clip", 0.2, 0.2), ("gspo", 3e-4, 4e-4), ("cispo", 1.0, 4.0)]
+)
 def test_clip_bounds_follow_from_the_loss_unless_they_are_given(kind, low, high):
     """A13"""
     loss = load(LOCAL, [f"loss.type={kind}"]).policy_loss
@@ -20,19 +22,29 @@ def test_clip_bounds_follow_from_the_loss_unless_they_are_given(kind, low, high)
 SEVERAL, ONE = "train.mini_batch_prompts=8", "train.mini_batch_prompts=16"
 
 
-@pytest.mark.parametrize("given, start, why", [
-    (["loss.type=gspo"], "loss.reduction = token: ", "one ratio per model call"),
-    (["loss.type=gspo", "loss.reduction=step"], None, None),
-    (["loss.type=ppo_clip", SEVERAL], None, None),
-    (["loss.type=reinforce", SEVERAL], "train.mini_batch_prompts = 8: ",
-     "use train.mini_batch_prompts = 16, or loss.type = ppo_clip"),
-    (["loss.type=reinforce", ONE], None, None),
-])
+@pytest.mark.parametrize(
+    "given, start, why",
+    [
+        (["loss.type=gspo"], "loss.reduction = token: ", "one ratio per model call"),
+        (["loss.type=gspo", "loss.reduction=step"], None, None),
+        (["loss.type=ppo_clip", SEVERAL], None, None),
+        (
+            ["loss.type=reinforce", SEVERAL],
+            "train.mini_batch_prompts = 8: ",
+            "use train.mini_batch_prompts = 16, or loss.type = ppo_clip",
+        ),
+        (["loss.type=reinforce", ONE], None, None),
+    ],
+)
 def test_what_is_accepted_and_rarely_meant_is_a_warning(given, start, why):
     """A13: one line at the start of `train`, which goes on."""
     lines = training_warnings(load(LOCAL, ["rollout.prompts=16", *given]))
     assert len(lines) == (start is not None)
     assert all(line.startswith(start) and why in line for line in lines)
-    result = harness.run("train", LOCAL, "rollout.prompts=16", *given, "data.held_out=0", limit_s=120)
+    result = harness.run(
+        "train", LOCAL, "rollout.prompts=16", *given, "data.held_out=0", limit_s=120
+    )
     assert result.code == 2  # by what comes after: data.held_out
-    assert [line for line in result.lines if line.startswith("warning: ")] == [f"warning: {line}" for line in lines]
+    assert [line for line in result.lines if line.startswith("warning: ")] == [
+        f"warning: {line}" for line in lines
+    ]

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from megastep import cli, signals
 from megastep.models.architecture import read_architecture
-from megastep.weights.mapping import rows_of
 from megastep.weights.hf_files import HFReader, write_shards
+from megastep.weights.mapping import rows_of
 from tests import cases
 
 MEASURED = """
@@ -62,10 +62,13 @@ def peak_bytes(*arguments) -> tuple[int, int]:
     return int(imports), int(peak)
 
 
-@pytest.mark.parametrize("name, world, layout", [
-    ("qwen3_moe_dense_layer", 4, dict(pipeline=2, expert=2)),
-    ("qwen2_tied", 2, dict(tensor=2)),
-])
+@pytest.mark.parametrize(
+    "name, world, layout",
+    [
+        ("qwen3_moe_dense_layer", 4, dict(pipeline=2, expert=2)),
+        ("qwen2_tied", 2, dict(tensor=2)),
+    ],
+)
 def test_import_then_train_equals_loading_the_weights(name, world, layout, ranks, models, tmp_path):
     folder, _ = models(name)
     assert convert("import", folder, tmp_path / "ckpt").returncode == 0
@@ -78,7 +81,13 @@ def test_import_then_train_equals_loading_the_weights(name, world, layout, ranks
 @pytest.mark.parametrize("layout", [dict(tensor=2), dict(pipeline=2), dict(expert=2)], ids=str)
 def test_export_of_a_trained_checkpoint_equals_the_live_export(layout, ranks, models, tmp_path):
     folder, _ = models("qwen3_moe")
-    ranks(2).run(cases.save_and_export, folder=folder, layout=layout, root=tmp_path, destination=tmp_path / "live")
+    ranks(2).run(
+        cases.save_and_export,
+        folder=folder,
+        layout=layout,
+        root=tmp_path,
+        destination=tmp_path / "live",
+    )
     assert convert("export", tmp_path / "step_2", tmp_path / "hf").returncode == 0
     live, exported = HFReader(tmp_path / "live"), HFReader(tmp_path / "hf")
     assert set(live.file_of) == set(exported.file_of)
@@ -88,14 +97,23 @@ def test_export_of_a_trained_checkpoint_equals_the_live_export(layout, ranks, mo
 def test_memory_is_bounded_by_a_shard(tmp_path):
     """A model of 0.9 GB in shards of 60 MB: the peak may not follow the model."""
     shape = dict(
-        model_type="llama", hidden_size=1024, num_hidden_layers=18, num_attention_heads=8, num_key_value_heads=8,
-        intermediate_size=2560, vocab_size=1000, max_position_embeddings=64, tie_word_embeddings=False,
+        model_type="llama",
+        hidden_size=1024,
+        num_hidden_layers=18,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        intermediate_size=2560,
+        vocab_size=1000,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
     )
     source, shard = tmp_path / "source", 60_000_000
     source.mkdir()
     (source / "config.json").write_text(json.dumps(shape))
     rows = rows_of(read_architecture(source))
-    total = write_shards(source, ((n, torch.randn(s)) for row in rows.values() for n, s in row.hf), shard)
+    total = write_shards(
+        source, ((n, torch.randn(s)) for row in rows.values() for n, s in row.hf), shard
+    )
     assert total > 850e6
     measured = (
         peak_bytes("import", source, tmp_path / "ckpt"),
@@ -103,7 +121,9 @@ def test_memory_is_bounded_by_a_shard(tmp_path):
     )
     print(f"model {total / 1e6:.0f} MB, shard {shard / 1e6:.0f} MB, imports and peak: {measured}")
     for imports, peak in measured:
-        assert peak - imports < 2 * shard + 256e6 + 120e6  # one file of the checkpoint, and what there is of small things
+        assert (
+            peak - imports < 2 * shard + 256e6 + 120e6
+        )  # one file of the checkpoint, and what there is of small things
     one, two = HFReader(source), HFReader(tmp_path / "hf")
     assert all(torch.equal(one(name), two(name)) for name in one.file_of)
 
@@ -120,20 +140,32 @@ def test_tokenizer_and_config_come_along(models, tmp_path):
         assert (tmp_path / "hf" / name).read_text() == (folder / name).read_text()
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (("import", "nowhere", "out"), "nowhere: no such folder"),
-    (("import", "configs/models/tiny-qwen3-moe", "{tmp}/out"), "no weights; model.safetensors or"),
-    (("import", "configs/models/tiny-qwen3-moe", "{tmp}"), "{tmp}: is not empty; give a new folder"),
-    (("export", "{tmp}", "{tmp}/out"), "{tmp}: no megastep.json: not a checkpoint of megastep"),
-    (("export", "{tmp}/none", "{tmp}/out"), "{tmp}/none: no such checkpoint"),
-    (("import", "{tmp}/unknown", "{tmp}/out"), "unknown architecture model_type='gpt9'"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("import", "nowhere", "out"), "nowhere: no such folder"),
+        (
+            ("import", "configs/models/tiny-qwen3-moe", "{tmp}/out"),
+            "no weights; model.safetensors or",
+        ),
+        (
+            ("import", "configs/models/tiny-qwen3-moe", "{tmp}"),
+            "{tmp}: is not empty; give a new folder",
+        ),
+        (("export", "{tmp}", "{tmp}/out"), "{tmp}: no megastep.json: not a checkpoint of megastep"),
+        (("export", "{tmp}/none", "{tmp}/out"), "{tmp}/none: no such checkpoint"),
+        (("import", "{tmp}/unknown", "{tmp}/out"), "unknown architecture model_type='gpt9'"),
+    ],
+)
 def test_mistakes_end_in_one_line(arguments, message, tmp_path):
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "config.json").write_text('{"model_type": "gpt9"}')
     done = convert(*(a.format(tmp=tmp_path) for a in arguments))
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: ") and message.format(tmp=tmp_path) in done.stderr
+    assert (
+        done.stderr.splitlines()[-1].startswith("error: ")
+        and message.format(tmp=tmp_path) in done.stderr
+    )
     assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
 
 
@@ -177,8 +209,12 @@ def test_wrong_shape_is_found_before_anything_is_written(models, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["megastep", "tools/convert_ckpt.py"])
-@pytest.mark.parametrize("number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, "stopped")])
-def test_a_signal_leaves_nothing_behind(number, code, word, command, models, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, "stopped")]
+)
+def test_a_signal_leaves_nothing_behind(
+    number, code, word, command, models, tmp_path, monkeypatch, capsys
+):
     """In the middle of the weights, by whichever name the conversion is called."""
     from megastep.conversion import offline
 
@@ -191,4 +227,6 @@ def test_a_signal_leaves_nothing_behind(number, code, word, command, models, tmp
     monkeypatch.setattr(offline.HFReader, "__call__", signalled)
     main = cli.main if command == "megastep" else load_tool().main
     assert main(["import", str(models("llama")[0]), str(tmp_path / "ckpt")]) == code
-    assert f"{word}; nothing was left behind" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert f"{word}; nothing was left behind" in capsys.readouterr().err and not list(
+        tmp_path.iterdir()
+    )

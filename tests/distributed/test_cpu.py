@@ -19,7 +19,9 @@ print("inert")
 
 
 def test_inert_with_cuda():
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", INERT], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INERT], capture_output=True, text=True
+    )
     assert run.stdout == "inert\n", run.stderr
 
 
@@ -29,7 +31,10 @@ def test_only_megatron_sees_another_torch():
     assert cpu.install() and cpu.install()  # a second time changes nothing
     import megatron.core.optimizer.clip_grads as clip_grads
 
-    assert clip_grads.torch is not torch and clip_grads.torch.zeros(1, device="cuda").device.type == "cpu"
+    assert (
+        clip_grads.torch is not torch
+        and clip_grads.torch.zeros(1, device="cuda").device.type == "cpu"
+    )
     assert clip_grads.torch.cuda.current_device() == torch.device("cpu")
     assert type(torch.cuda).__name__ == "module"
     try:

@@ -27,6 +27,8 @@ def test_a_port_that_is_taken_is_not_given(monkeypatch):
 def test_none_is_free(monkeypatch):
     with socket.create_server(("", ports.free_port())) as server:
         taken = server.getsockname()[1]
-        monkeypatch.setattr(ports.random, "SystemRandom", lambda: Mock(randrange=Mock(return_value=taken)))
+        monkeypatch.setattr(
+            ports.random, "SystemRandom", lambda: Mock(randrange=Mock(return_value=taken))
+        )
         with pytest.raises(OSError, match="no port is free"):
             ports.free_port()

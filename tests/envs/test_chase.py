@@ -26,8 +26,14 @@ def episode(env, *texts):
 
 
 def test_a_right_answer_is_worth_one():
-    called, answered = episode(Chase(ROW), "<think> 2 0 </think> call 0", "<think> 1 3 </think> answer 2")
-    assert called.observation == [{"role": "tool", "content": "3"}] and not called.done and called.reward == 0
+    called, answered = episode(
+        Chase(ROW), "<think> 2 0 </think> call 0", "<think> 1 3 </think> answer 2"
+    )
+    assert (
+        called.observation == [{"role": "tool", "content": "3"}]
+        and not called.done
+        and called.reward == 0
+    )
     assert answered.done and answered.reward == 1 and answered.metrics == {"success": True}
 
 
@@ -36,7 +42,9 @@ def test_a_wrong_answer_is_worth_nothing():
     assert outcome.done and outcome.reward == 0 and outcome.metrics == {"success": False}
 
 
-@pytest.mark.parametrize("text", ["", "call", "call 16", "call x", "call 1 2", "answer -1", "<think> 2 0 call 0"])
+@pytest.mark.parametrize(
+    "text", ["", "call", "call 16", "call x", "call 1 2", "answer -1", "<think> 2 0 call 0"]
+)
 def test_a_malformed_turn_returns_error(text):
     (outcome,) = episode(Chase(ROW), text)
     assert outcome.observation == [{"role": "tool", "content": "error"}] and not outcome.done
@@ -45,7 +53,9 @@ def test_a_malformed_turn_returns_error(text):
 def test_generated_episodes_follow_from_the_seed():
     rows = [Chase.generate(Random(f"0/{i}")) for i in range(50)]
     assert rows == [Chase.generate(Random(f"0/{i}")) for i in range(50)] and rows[0] != rows[1]
-    assert all(sorted(r["table"]) == list(range(16)) for r in rows) and {r["hops"] for r in rows} == {1, 2, 3}
+    assert all(sorted(r["table"]) == list(range(16)) for r in rows) and {
+        r["hops"] for r in rows
+    } == {1, 2, 3}
 
 
 def test_layout_of_the_quickstart():
@@ -53,7 +63,11 @@ def test_layout_of_the_quickstart():
     history = r.history(asyncio.run(Chase({**ROW, "hops": 2, "key": 7}).start()))
     assert r.tokenizer.decode(history.prompt_ids) == "<bos> <user> hops 2 from 7 <eot> <asst>"
     response = r.tokenizer.encode("<think> 2 7 </think> call 7 <eot>", add_special_tokens=False)
-    assert len(response) == 7 and len(history.prompt_ids) == 8 and r.tokenizer.unk_token_id not in response
+    assert (
+        len(response) == 7
+        and len(history.prompt_ids) == 8
+        and r.tokenizer.unk_token_id not in response
+    )
     history.extend(np.array(response, np.int32), [{"role": "tool", "content": "12"}])
     assert r.tokenizer.decode(history.prompt_ids) == (
         "<bos> <user> hops 2 from 7 <eot> <asst> call 7 <eot> <tool> 12 <eot> <asst>"
@@ -80,7 +94,9 @@ def test_demonstrations_follow_the_rules_of_the_environment():
     r = Renderer.for_model(FOLDER, "chat")
     for number, group in enumerate(demonstrations(60, seed=5, renderer=r)):
         row = Chase.generate(Random(f"chase/5/{number}"))
-        outcomes = episode(Chase(row), *[r.text(s.response_ids) for s in group.trajectories[0].steps])
+        outcomes = episode(
+            Chase(row), *[r.text(s.response_ids) for s in group.trajectories[0].steps]
+        )
         assert [o.reward for o in outcomes] == [s.reward for s in group.trajectories[0].steps]
         assert outcomes[-1].done and not any(o.done for o in outcomes[:-1])
 

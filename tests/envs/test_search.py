@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from megastep.errors import CorpusError, EnvError
 from megastep.envs import search_data
 from megastep.envs.retrieval import application, listening, read_corpus
 from megastep.envs.search import Search, plain
+from megastep.errors import CorpusError, EnvError
 from megastep.rollout.data import read_rows
 
 NO_IDS = np.array([], np.int32)
@@ -31,7 +31,9 @@ def with_server(data, body):
     """Run `body(url)` while a server of the corpus listens."""
 
     async def run():
-        runner, url = await listening(application(read_corpus(data / "corpus.jsonl")), "127.0.0.1", 0)
+        runner, url = await listening(
+            application(read_corpus(data / "corpus.jsonl")), "127.0.0.1", 0
+        )
         try:
             return await body(url)
         finally:
@@ -57,7 +59,11 @@ def test_s17_two_look_ups_answer_a_question(data):
 
     born, answered = with_server(data, body)
     assert born.observation[0]["content"].startswith("<information>\n[1] ") and not born.done
-    assert answered.done and answered.reward == 1 and answered.metrics == {"success": True, "searches": 2}
+    assert (
+        answered.done
+        and answered.reward == 1
+        and answered.metrics == {"success": True, "searches": 2}
+    )
 
 
 def test_wrong_and_malformed_turns(data):
@@ -67,7 +73,10 @@ def test_wrong_and_malformed_turns(data):
         return [await env.step(text, NO_IDS) for text in turns]
 
     hint, empty, nothing, wrong = with_server(data, body)
-    assert hint.observation[0]["content"].startswith("error: write <search>") and hint.observation == empty.observation
+    assert (
+        hint.observation[0]["content"].startswith("error: write <search>")
+        and hint.observation == empty.observation
+    )
     assert nothing.observation[0]["content"] == "<information>\nnothing found\n</information>"
     assert wrong.done and wrong.reward == 0
 
@@ -75,19 +84,26 @@ def test_wrong_and_malformed_turns(data):
 def test_the_server_speaks_both_dialects(data):
     async def body(url):
         async with aiohttp.ClientSession() as session:
+
             async def ask(request):
                 async with session.post(url, json=request) as response:
                     return response.status, await response.json()
 
             one = await ask({"query": "river city", "topk": 2, "return_scores": True})
             several = await ask({"queries": ["river city", "born"], "topk": 2})
-            bad = [await ask(r) for r in ({}, [], {"query": 3}, {"query": "x", "topk": "many"}, {"queries": []})]
+            bad = [
+                await ask(r)
+                for r in ({}, [], {"query": 3}, {"query": "x", "topk": "many"}, {"queries": []})
+            ]
             async with session.get(url.replace("retrieve", "health")) as response:
                 return one, several, bad, await response.json()
 
     one, several, bad, health = with_server(data, body)
     assert one[0] == 200 and len(one[1]["result"]) == 1 and len(one[1]["result"][0]) == 2
-    assert set(one[1]["result"][0][0]) == {"document", "score"} and "contents" in one[1]["result"][0][0]["document"]
+    assert (
+        set(one[1]["result"][0][0]) == {"document", "score"}
+        and "contents" in one[1]["result"][0][0]["document"]
+    )
     assert len(several[1]["result"]) == 2 and several[1]["result"][0] == one[1]["result"][0]
     assert all(status == 400 and "is needed" in answer["error"] for status, answer in bad)
     assert health == {"passages": 42}
@@ -119,7 +135,14 @@ def test_no_server_and_a_strange_one(data):
 
 
 def test_one_command_starts_the_server(data):
-    command = [sys.executable, "-m", "megastep.envs.retrieval", str(data / "corpus.jsonl"), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "megastep.envs.retrieval",
+        str(data / "corpus.jsonl"),
+        "--port",
+        "0",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline()
@@ -133,11 +156,14 @@ def test_one_command_starts_the_server(data):
         assert process.wait(timeout=20) == 0
 
 
-@pytest.mark.parametrize("content, message", [
-    ("", "has no passages"),
-    ('{"contents": "a"}\n{"text": "b"}\n', ':2: has no "contents"'),
-    ("{", ":1: not readable as JSON"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", "has no passages"),
+        ('{"contents": "a"}\n{"text": "b"}\n', ':2: has no "contents"'),
+        ("{", ":1: not readable as JSON"),
+    ],
+)
 def test_unusable_corpora(content, message, tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text(content)
@@ -150,8 +176,12 @@ def test_answers_are_compared_by_their_words():
 
 
 def test_the_shipped_questions_have_their_answers_in_the_corpus(data):
-    passages = " ".join(json.loads(line)["contents"] for line in (data / "corpus.jsonl").read_text().splitlines())
-    asked = {split: read_rows(str(data / f"{split}.jsonl"), Search, 0, 0) for split in ("train", "eval")}
+    passages = " ".join(
+        json.loads(line)["contents"] for line in (data / "corpus.jsonl").read_text().splitlines()
+    )
+    asked = {
+        split: read_rows(str(data / f"{split}.jsonl"), Search, 0, 0) for split in ("train", "eval")
+    }
     for rows in asked.values():
         assert rows and all(f" {r['answers'][0]}." in passages for r in rows)
     assert not {r["question"] for r in asked["train"]} & {r["question"] for r in asked["eval"]}

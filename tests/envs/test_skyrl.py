@@ -6,10 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
-from megastep.errors import EnvError
 from megastep.envs import search_data, sql_data
 from megastep.envs.retrieval import application, listening, read_corpus
 from megastep.envs.skyrl import SkyRL
+from megastep.errors import EnvError
 from megastep.rollout.env import check_options, find_env
 
 NO_IDS = np.array([], np.int32)
@@ -29,7 +29,14 @@ def databases(tmp_path_factory):
 
 def sql_row(**more):
     gold = {"ground_truth": "SELECT name FROM product WHERE id = 1"}
-    return {"prompt": PROMPT, "env_class": "text2sql", "db_id": "shop", "data": "spider", "reward_spec": gold, **more}
+    return {
+        "prompt": PROMPT,
+        "env_class": "text2sql",
+        "db_id": "shop",
+        "data": "spider",
+        "reward_spec": gold,
+        **more,
+    }
 
 
 async def play(env, *texts):
@@ -41,14 +48,19 @@ async def play(env, *texts):
 
 def test_s17_its_sql_environment(databases):
     env = SkyRL(sql_row(), config={"db_path": str(databases)}, max_turns=4)
-    messages, (looked, malformed, solved) = asyncio.run(play(
-        env,
-        "<think>look</think><sql>SELECT name FROM product WHERE id < 2</sql>",
-        "<think>hm</think>",
-        "<think>so</think><solution>SELECT name FROM product WHERE id = 1</solution>",
-    ))
+    messages, (looked, malformed, solved) = asyncio.run(
+        play(
+            env,
+            "<think>look</think><sql>SELECT name FROM product WHERE id < 2</sql>",
+            "<think>hm</think>",
+            "<think>so</think><solution>SELECT name FROM product WHERE id = 1</solution>",
+        )
+    )
     assert messages == PROMPT
-    assert "lamp" in looked.observation[0]["content"] and "3 turns left" in looked.observation[0]["content"]
+    assert (
+        "lamp" in looked.observation[0]["content"]
+        and "3 turns left" in looked.observation[0]["content"]
+    )
     assert "invalid" in malformed.observation[0]["content"]
     assert solved.done and solved.reward == 1 and solved.observation == []
 
@@ -63,12 +75,17 @@ def test_s17_its_search_environment_on_our_server(tmp_path):
     search_data.write(tmp_path, people=20, questions=2, seed=0)
 
     async def run():
-        runner, url = await listening(application(read_corpus(tmp_path / "corpus.jsonl")), "127.0.0.1", 0)
+        runner, url = await listening(
+            application(read_corpus(tmp_path / "corpus.jsonl")), "127.0.0.1", 0
+        )
         config = {"log_requests": False, "search_url": url, "topk": 2, "timeout": 5}
         row = {"prompt": PROMPT, "reward_spec": {"ground_truth": {"target": ["Lamp"]}}}
         try:
-            return await play(SkyRL(row, env="search", config=config, max_turns=3),
-                              "<search>city river</search>", "<answer>lamp</answer>")
+            return await play(
+                SkyRL(row, env="search", config=config, max_turns=3),
+                "<search>city river</search>",
+                "<answer>lamp</answer>",
+            )
         finally:
             await runner.cleanup()
 
@@ -85,5 +102,7 @@ def test_what_it_lacks_is_said(databases):
         asyncio.run(SkyRL(sql_row(db_id="none"), config={"db_path": str(databases)}).start())
     env = find_env("skyrl")
     check_options(env, {"env": "text2sql", "config": {}})
-    with pytest.raises(EnvError, match="env.options.id: SkyRL has no such option; it takes env, config, max_turns"):
+    with pytest.raises(
+        EnvError, match="env.options.id: SkyRL has no such option; it takes env, config, max_turns"
+    ):
         check_options(env, {"id": "text2sql"})

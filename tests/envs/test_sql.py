@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megastep.errors import EnvError
 from megastep.envs import sql_data, sql_pool, sql_worker
 from megastep.envs.sql import SQL, QueryError, run_query, same_rows
+from megastep.errors import EnvError
 from megastep.rollout.data import read_rows
 from tests.processes import alive, descendants
 
@@ -51,7 +51,10 @@ def turns(env, *texts):
 def test_s17_an_episode_of_several_turns(data):
     env = make(data)
     (message,) = asyncio.run(env.start())
-    assert "CREATE TABLE product" in message["content"] and "What is the first product?" in message["content"]
+    assert (
+        "CREATE TABLE product" in message["content"]
+        and "What is the first product?" in message["content"]
+    )
     looked, wrong, hint, solved = turns(
         env,
         "<think>look first, not <solution>this</solution></think><sql>SELECT id, name FROM product LIMIT 1</sql>",
@@ -66,17 +69,31 @@ def test_s17_an_episode_of_several_turns(data):
     assert solved.metrics == {"success": True, "queries": 2, "query_errors": 1}
 
 
-@pytest.mark.parametrize("solution", ["SELECT name FROM product WHERE id = 2", "SELEC", "", FOREVER])
+@pytest.mark.parametrize(
+    "solution", ["SELECT name FROM product WHERE id = 2", "SELEC", "", FOREVER]
+)
 def test_s17_a_wrong_solution_is_worth_nothing(data, solution):
     (outcome,) = turns(make(data, query_timeout_s=0.2), f"<solution>{solution}</solution>")
     assert outcome.done and outcome.reward == 0 and not outcome.metrics["success"]
 
 
-@pytest.mark.parametrize("query", [
-    "DELETE FROM product", "DROP TABLE product", "UPDATE product SET price = 0", "CREATE TABLE t (x)", "VACUUM",
-    "INSERT INTO product (name) VALUES ('x')", "PRAGMA query_only = OFF", "ATTACH DATABASE '/tmp/x.sqlite' AS x",
-    "SELECT 1; DELETE FROM product", "CREATE TEMP TABLE t (x)", "SELECT load_extension('x')", "BEGIN EXCLUSIVE",
-])
+@pytest.mark.parametrize(
+    "query",
+    [
+        "DELETE FROM product",
+        "DROP TABLE product",
+        "UPDATE product SET price = 0",
+        "CREATE TABLE t (x)",
+        "VACUUM",
+        "INSERT INTO product (name) VALUES ('x')",
+        "PRAGMA query_only = OFF",
+        "ATTACH DATABASE '/tmp/x.sqlite' AS x",
+        "SELECT 1; DELETE FROM product",
+        "CREATE TEMP TABLE t (x)",
+        "SELECT load_extension('x')",
+        "BEGIN EXCLUSIVE",
+    ],
+)
 def test_s17_queries_may_read_and_nothing_else(database, query):
     before = hashlib.sha256(database.read_bytes()).hexdigest()
     with pytest.raises(QueryError):
@@ -86,7 +103,12 @@ def test_s17_queries_may_read_and_nothing_else(database, query):
 
 def test_s17_the_connection_itself_is_read_only(database, monkeypatch):
     monkeypatch.setattr(sql_worker, "ACTIONS", set(range(100)))
-    request = {"database": str(database), "query": "DELETE FROM product", "timeout_s": 5.0, "max_rows": 10}
+    request = {
+        "database": str(database),
+        "query": "DELETE FROM product",
+        "timeout_s": 5.0,
+        "max_rows": 10,
+    }
     assert sql_worker.answer(request) == {"error": "attempt to write a readonly database"}
 
 
@@ -97,9 +119,7 @@ def test_s17_a_query_that_never_ends_is_stopped(database):
     assert time.monotonic() - begin < 2
 
 
-WITHIN_A_FUNCTION = (
-    "SELECT instr(replace(hex(zeroblob(499000)), '0', 'a'), replace(hex(zeroblob(240000)), '0', 'a') || 'b')"
-)
+WITHIN_A_FUNCTION = "SELECT instr(replace(hex(zeroblob(499000)), '0', 'a'), replace(hex(zeroblob(240000)), '0', 'a') || 'b')"
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
 GREEDY = [
     ENDLESS + "SELECT zeroblob(999999) FROM n",
@@ -112,7 +132,9 @@ GREEDY = [
 
 
 def peak_mb(process: int | str) -> int:
-    (line,) = [line for line in Path(f"/proc/{process}/status").read_text().splitlines() if "VmHWM" in line]
+    (line,) = [
+        line for line in Path(f"/proc/{process}/status").read_text().splitlines() if "VmHWM" in line
+    ]
     return int(line.split()[1]) >> 10
 
 
@@ -122,7 +144,9 @@ def test_d2_a_query_that_wants_memory_is_stopped_and_the_episode_goes_on(data, q
     monkeypatch.setattr(sql_pool, "QUANTUM_S", 60.0)  # so that its process is kept, to be looked at
     env, before = make(data, query_timeout_s=10.0), peak_mb("self")
     greedy, after, solved = turns(
-        env, f"<sql>{query}</sql>", "<sql>SELECT 1</sql>",
+        env,
+        f"<sql>{query}</sql>",
+        "<sql>SELECT 1</sql>",
         "<solution>SELECT name FROM product ORDER BY id LIMIT 1</solution>",
     )
     assert greedy.observation[0]["content"].startswith("error: ") and not greedy.done
@@ -149,18 +173,27 @@ def test_d2_a_process_that_died_while_idle_is_replaced_unnoticed(database):
     assert run_query(database, "SELECT 1", 5.0, 10) == [(1,)] and worker not in sql_pool._idle
 
 
-@pytest.mark.parametrize("number, answer", [
-    (signal.SIGTERM, [(1,)]), (signal.SIGHUP, [(1,)]), (signal.SIGKILL, "stopped: it took too much memory"),
-    (signal.SIGABRT, "stopped: it took too much memory"), (signal.SIGALRM, "stopped after 5 s"),
-])
-def test_d2_a_process_that_is_ended_meanwhile_is_asked_again_unless_the_query_is_to_blame(database, number, answer):
+@pytest.mark.parametrize(
+    "number, answer",
+    [
+        (signal.SIGTERM, [(1,)]),
+        (signal.SIGHUP, [(1,)]),
+        (signal.SIGKILL, "stopped: it took too much memory"),
+        (signal.SIGABRT, "stopped: it took too much memory"),
+        (signal.SIGALRM, "stopped after 5 s"),
+    ],
+)
+def test_d2_a_process_that_is_ended_meanwhile_is_asked_again_unless_the_query_is_to_blame(
+    database, number, answer
+):
     """A process in the worker's place takes the question and dies of the signal."""
     run_query(database, "SELECT 1", 5.0, 10)
     worker = sql_pool._idle[-1]
     worker.end()
     script = f"import os; input(); os.kill(os.getpid(), {int(number)})"
-    worker.process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                      bufsize=0)
+    worker.process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
     if isinstance(answer, list):
         assert run_query(database, "SELECT 1", 5.0, 10) == answer
     else:
@@ -177,23 +210,47 @@ def test_d2_the_whole_process_has_a_limit_of_memory(database):
     assert line.split()[3] == str(sql_worker.PROCESS_BYTES)
 
 
-@pytest.mark.parametrize("function", [
-    "load_extension('x')", "fts3_tokenizer('x')", "randomblob(9)", "sqlite_version()", "sqlite_compileoption_get(1)",
-    "readfile('/etc/passwd')", "writefile('/tmp/x', 'y')", "edit('x')", "last_insert_rowid()", "sqlite_log(1, 'x')",
-])
+@pytest.mark.parametrize(
+    "function",
+    [
+        "load_extension('x')",
+        "fts3_tokenizer('x')",
+        "randomblob(9)",
+        "sqlite_version()",
+        "sqlite_compileoption_get(1)",
+        "readfile('/etc/passwd')",
+        "writefile('/tmp/x', 'y')",
+        "edit('x')",
+        "last_insert_rowid()",
+        "sqlite_log(1, 'x')",
+    ],
+)
 def test_d2_functions_that_are_not_on_the_list(database, function):
     with pytest.raises(QueryError, match="not authorized to use function|no such function"):
         run_query(database, f"SELECT {function}", 5.0, 1)
 
 
-@pytest.mark.parametrize("expression, value", [
-    ("count(*) FROM product", 8), ("upper('a') || substr('bcd', 2)", "Acd"), ("round(2.5) + abs(-1)", 4.0),
-    ("strftime('%Y', '2024-05-01')", "2024"), ("CAST(julianday('2024-01-02') - julianday('2024-01-01') AS INT)", 1),
-    ("sum(x) OVER (ORDER BY x) FROM (SELECT 3 AS x)", 3), ("json_extract('{\"a\": 5}', '$.a')", 5),
-    ("'{\"a\": 6}' ->> 'a'", 6), ("iif(1 LIKE '1', coalesce(NULL, 'x'), 'y')", "x"), ("x'00ff'", b"\x00\xff"),
-    ("9e999", float("inf")), ("group_concat(x, '-') FROM (SELECT 1 AS x UNION SELECT 2)", "1-2"), ("NULL", None),
-    ("sqrt(16) + pow(2, 3)", 12.0), ("9223372036854775807", 2**63 - 1), ("char(55357, 56832) IS NOT NULL", 1),
-])
+@pytest.mark.parametrize(
+    "expression, value",
+    [
+        ("count(*) FROM product", 8),
+        ("upper('a') || substr('bcd', 2)", "Acd"),
+        ("round(2.5) + abs(-1)", 4.0),
+        ("strftime('%Y', '2024-05-01')", "2024"),
+        ("CAST(julianday('2024-01-02') - julianday('2024-01-01') AS INT)", 1),
+        ("sum(x) OVER (ORDER BY x) FROM (SELECT 3 AS x)", 3),
+        ("json_extract('{\"a\": 5}', '$.a')", 5),
+        ("'{\"a\": 6}' ->> 'a'", 6),
+        ("iif(1 LIKE '1', coalesce(NULL, 'x'), 'y')", "x"),
+        ("x'00ff'", b"\x00\xff"),
+        ("9e999", float("inf")),
+        ("group_concat(x, '-') FROM (SELECT 1 AS x UNION SELECT 2)", "1-2"),
+        ("NULL", None),
+        ("sqrt(16) + pow(2, 3)", 12.0),
+        ("9223372036854775807", 2**63 - 1),
+        ("char(55357, 56832) IS NOT NULL", 1),
+    ],
+)
 def test_d2_what_questions_need_still_runs(database, expression, value):
     assert run_query(database, f"SELECT {expression}", 5.0, 1) == [(value,)]
 
@@ -203,7 +260,9 @@ def test_d2_processes_are_used_again_and_bounded(data):
 
     async def run():
         envs = [make(data) for _ in range(40)]
-        return await asyncio.gather(*[env.step("<sql>SELECT count(*) FROM product</sql>", NO_IDS) for env in envs])
+        return await asyncio.gather(
+            *[env.step("<sql>SELECT count(*) FROM product</sql>", NO_IDS) for env in envs]
+        )
 
     outcomes = asyncio.run(run())
     assert all(outcome.observation[0]["content"] == "8" for outcome in outcomes)
@@ -224,7 +283,11 @@ os.kill(os.getpid(), signal.SIGKILL)
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     worker = Path(f"/proc/{int(run.stdout)}")
     deadline = time.monotonic() + 10
-    while worker.exists() and "zombie" not in (worker / "status").read_text() and time.monotonic() < deadline:
+    while (
+        worker.exists()
+        and "zombie" not in (worker / "status").read_text()
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     assert not worker.exists() or "zombie" in (worker / "status").read_text()
 
@@ -238,8 +301,12 @@ def test_s17_slow_queries_do_not_hold_up_other_episodes(data):
     """More of them than there are places; 20 s is far more than anything else takes here."""
 
     async def run():
-        slow = [asyncio.create_task(make(data, query_timeout_s=20.0).step(f"<sql>{FOREVER}</sql>", NO_IDS))
-                for _ in range(2 * sql_pool.MOST)]
+        slow = [
+            asyncio.create_task(
+                make(data, query_timeout_s=20.0).step(f"<sql>{FOREVER}</sql>", NO_IDS)
+            )
+            for _ in range(2 * sql_pool.MOST)
+        ]
         while len(running()) < len(slow) or sql_pool._places._value < sql_pool.MOST:
             assert not any(task.done() for task in slow)
             await asyncio.sleep(0.02)
@@ -247,7 +314,11 @@ def test_s17_slow_queries_do_not_hold_up_other_episodes(data):
         still_slow = sum(not task.done() for task in slow)
         for pid, _ in running():
             os.kill(pid, signal.SIGALRM)
-        return quick.observation[0]["content"], still_slow, [(await task).observation[0]["content"] for task in slow]
+        return (
+            quick.observation[0]["content"],
+            still_slow,
+            [(await task).observation[0]["content"] for task in slow],
+        )
 
     sql_pool.end_workers()
     quick, still_slow, shown = asyncio.run(run())
@@ -262,8 +333,12 @@ def test_s17_slow_queries_are_bounded(data, monkeypatch):
 
     async def run():
         nonlocal most
-        slow = [asyncio.create_task(make(data, query_timeout_s=0.4).step(f"<sql>{FOREVER}</sql>", NO_IDS))
-                for _ in range(5)]
+        slow = [
+            asyncio.create_task(
+                make(data, query_timeout_s=0.4).step(f"<sql>{FOREVER}</sql>", NO_IDS)
+            )
+            for _ in range(5)
+        ]
         while not all(task.done() for task in slow):
             most = max(most, len(running()))
             await asyncio.sleep(0.02)
@@ -275,11 +350,16 @@ def test_s17_slow_queries_are_bounded(data, monkeypatch):
 
 def test_results_are_shortened(data):
     many, wide, none = turns(
-        make(data, shown_rows=2, shown_characters=100), "<sql>SELECT id FROM purchase</sql>",
-        "<sql>SELECT replace(hex(zeroblob(500)), '0', 'ab')</sql>", "<sql>SELECT 1 WHERE 0</sql>",
+        make(data, shown_rows=2, shown_characters=100),
+        "<sql>SELECT id FROM purchase</sql>",
+        "<sql>SELECT replace(hex(zeroblob(500)), '0', 'ab')</sql>",
+        "<sql>SELECT 1 WHERE 0</sql>",
     )
     assert many.observation[0]["content"] == "1\n2\n... (only the first 2 rows are shown)"
-    assert len(wide.observation[0]["content"]) < 150 and "more characters)" in wide.observation[0]["content"]
+    assert (
+        len(wide.observation[0]["content"]) < 150
+        and "more characters)" in wide.observation[0]["content"]
+    )
     assert none.observation[0]["content"] == "(no rows)"
 
 
@@ -298,8 +378,12 @@ def test_rows_are_compared_as_a_bag_unless_ordered():
 
 def test_order_counts_where_the_answer_is_ordered(data):
     gold = "SELECT name FROM product ORDER BY price"
-    (other,) = turns(make(data, gold), "<solution>SELECT name FROM product ORDER BY price DESC</solution>")
-    (same,) = turns(make(data, gold), "<solution>SELECT name FROM product ORDER BY price</solution>")
+    (other,) = turns(
+        make(data, gold), "<solution>SELECT name FROM product ORDER BY price DESC</solution>"
+    )
+    (same,) = turns(
+        make(data, gold), "<solution>SELECT name FROM product ORDER BY price</solution>"
+    )
     assert (other.reward, same.reward) == (0, 1)
 
 
@@ -317,7 +401,9 @@ def test_the_shipped_questions_are_answered_by_their_own_queries(data):
         asked = {"train": {"shop_0.sqlite", "shop_1.sqlite"}, "eval": {"shop_2.sqlite"}}
         assert {r["database"] for r in rows} == asked[split]
         for row in rows:
-            (outcome,) = turns(SQL(row, databases=str(data / "databases")), f"<solution>{row['sql']}</solution>")
+            (outcome,) = turns(
+                SQL(row, databases=str(data / "databases")), f"<solution>{row['sql']}</solution>"
+            )
             assert outcome.reward == 1, row
 
 
@@ -325,5 +411,8 @@ def test_the_same_seed_writes_the_same_data(data, tmp_path):
     sql_data.write(tmp_path, databases=3, questions=60, seed=0)
     for name in ("train.jsonl", "eval.jsonl"):
         assert (tmp_path / name).read_text() == (data / name).read_text()
-    dump = ["\n".join(sqlite3.connect(f / "databases/shop_1.sqlite").iterdump()) for f in (tmp_path, data)]
+    dump = [
+        "\n".join(sqlite3.connect(f / "databases/shop_1.sqlite").iterdump())
+        for f in (tmp_path, data)
+    ]
     assert dump[0] == dump[1]

@@ -10,4 +10,6 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.gpu)
         needed = next((mark.args[0] for mark in item.iter_markers("gpus")), 1)
         if gpus < needed:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), {gpus} are here"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"needs {needed} CUDA device(s), {gpus} are here")
+            )

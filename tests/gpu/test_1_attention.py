@@ -20,7 +20,11 @@ def test_flex_attention_sees_what_a_dense_mask_shows(heads, kv_heads):
         on_gpu = [t.detach().to(device, torch.bfloat16).requires_grad_() for t in inputs]
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in on_gpu)
         mask = trie_params(trie, heads // kv_heads, device).block_mask
-        out = _compiled_flex()(q, k, v, block_mask=mask, scale=0.125, enable_gqa=True).squeeze(0).transpose(0, 1)
+        out = (
+            _compiled_flex()(q, k, v, block_mask=mask, scale=0.125, enable_gqa=True)
+            .squeeze(0)
+            .transpose(0, 1)
+        )
         torch.testing.assert_close(out.float().cpu(), expected, rtol=2e-2, atol=2e-2)
         grads = torch.autograd.grad(out, on_gpu, grad.to(device, torch.bfloat16))
         for ours, theirs in zip(grads, expected_grads, strict=True):

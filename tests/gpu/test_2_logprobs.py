@@ -30,4 +30,6 @@ def test_logprobs_equal_transformers(name, layout, models):
                 with torch.no_grad():
                     expected, _ = plain_logprobs(reference, step, replay=False)
                 key = (group.id, trajectory.index, step.index)
-                np.testing.assert_allclose(found[key], expected.numpy()[step.loss_mask], atol=2e-2, rtol=2e-2)
+                np.testing.assert_allclose(
+                    found[key], expected.numpy()[step.loss_mask], atol=2e-2, rtol=2e-2
+                )

@@ -5,14 +5,21 @@ in CPU memory nothing on the GPU. Not run yet.
 import pytest
 import torch
 
-from megastep.models.architecture import read_architecture
 from megastep.config import Config
+from megastep.models.architecture import read_architecture
 from megastep.plan.planning import stage_memory
 from megastep.plan.shares import shares
 
 TOKENS = 8192
-BIG = dict(hidden_size=2048, num_attention_heads=16, num_key_value_heads=4, head_dim=128, intermediate_size=6144,
-           vocab_size=32000, max_position_embeddings=16384)
+BIG = dict(
+    hidden_size=2048,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=128,
+    intermediate_size=6144,
+    vocab_size=32000,
+    max_position_embeddings=16384,
+)
 EXPERTS = dict(moe_intermediate_size=768, num_experts=32, num_experts_per_tok=4)
 
 

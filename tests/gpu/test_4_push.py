@@ -22,7 +22,9 @@ def config_for(folder, colocate: bool) -> Config:
 
 
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_moe"])
-@pytest.mark.parametrize("colocate", [True, pytest.param(False, marks=pytest.mark.gpus(2))], ids=["ipc", "nccl"])
+@pytest.mark.parametrize(
+    "colocate", [True, pytest.param(False, marks=pytest.mark.gpus(2))], ids=["ipc", "nccl"]
+)
 def test_d3_after_a_push_the_engine_is_the_policy(colocate, name, models, tmp_path):
     with Cluster(config_for(models(name)[0], colocate), log=tmp_path / "log.txt") as cluster:
         rollouts = Rollouts(cluster)

@@ -11,10 +11,21 @@ from megastep.report.writing import read_metrics
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("colocate", [True, pytest.param(False, marks=pytest.mark.gpus(2))], ids=["turns", "apart"])
+@pytest.mark.parametrize(
+    "colocate", [True, pytest.param(False, marks=pytest.mark.gpus(2))], ids=["turns", "apart"]
+)
 def test_s17_chase_is_learned(colocate, tmp_path):
-    command = [sys.executable, "-m", "megastep", "train", "configs/chase.yaml", f"run.dir={tmp_path}", "run.name=gpu",
-               f"cluster.colocate={str(colocate).lower()}", "run.wandb=disabled"]
+    command = [
+        sys.executable,
+        "-m",
+        "megastep",
+        "train",
+        "configs/chase.yaml",
+        f"run.dir={tmp_path}",
+        "run.name=gpu",
+        f"cluster.colocate={str(colocate).lower()}",
+        "run.wandb=disabled",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read_metrics(tmp_path / "gpu")

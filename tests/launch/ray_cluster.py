@@ -22,14 +22,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megastep.distributed.processes import end_with_parent
 from megastep.distributed.ports import free_port
+from megastep.distributed.processes import end_with_parent
 from tests.processes import alive, descendants, started, wait_for
 
 HOST = "127.0.0.1"
 RAY = Path(sys.executable).with_name("ray")
 HEAD, WORKER = "b" * 56, "a" * 56  # ids of the nodes; ranks begin with the lower one
-PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port")
+PORTS = (
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "runtime-env-agent-port",
+    "metrics-export-port",
+)
 
 
 def without_ray() -> dict[str, str]:
@@ -41,19 +46,36 @@ class Node:
     """One `ray start --block` and everything below it."""
 
     def __init__(self, id: str, cpus: int, token: Path, *options: str):
-        self.folder = tempfile.mkdtemp(prefix="ms-", dir="/tmp")  # with Ray's sockets, whose paths must be short
+        self.folder = tempfile.mkdtemp(
+            prefix="ms-", dir="/tmp"
+        )  # with Ray's sockets, whose paths must be short
         self.output = Path(self.folder) / "output.txt"
         command = [
-            str(RAY), "start", "--block", f"--node-ip-address={HOST}", f"--temp-dir={self.folder}",
-            f"--num-cpus={cpus}", "--num-gpus=0", f"--object-store-memory={256 << 20}", "--disable-usage-stats",
-            *(f"--{port}={free_port()}" for port in PORTS), *options,
+            str(RAY),
+            "start",
+            "--block",
+            f"--node-ip-address={HOST}",
+            f"--temp-dir={self.folder}",
+            f"--num-cpus={cpus}",
+            "--num-gpus=0",
+            f"--object-store-memory={256 << 20}",
+            "--disable-usage-stats",
+            *(f"--{port}={free_port()}" for port in PORTS),
+            *options,
         ]
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
                 preexec_fn=end_with_parent,  # and Ray's processes with it, if the tests are killed
-                env=without_ray() | {
-                    "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_OVERRIDE_NODE_ID_FOR_TESTING": id,
+                env=without_ray()
+                | {
+                    "RAY_AUTH_MODE": "token",
+                    "RAY_AUTH_TOKEN_PATH": str(token),
+                    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": id,
                     "RAY_health_check_period_ms": "1000",  # a lost node is known after 5 seconds, not 15
                 },
             )
@@ -94,8 +116,17 @@ class TwoNodes:
         self.token.write_text(uuid.uuid4().hex)
         port, dashboard = free_port(), free_port()
         self.address, self.dashboard = f"{HOST}:{port}", f"http://{HOST}:{dashboard}"
-        self.head = self._start(exits, 1, HEAD, cpus[0], "--head", f"--port={port}", "--include-dashboard=true",
-                                f"--dashboard-port={dashboard}", f"--ray-client-server-port={free_port()}")
+        self.head = self._start(
+            exits,
+            1,
+            HEAD,
+            cpus[0],
+            "--head",
+            f"--port={port}",
+            "--include-dashboard=true",
+            f"--dashboard-port={dashboard}",
+            f"--ray-client-server-port={free_port()}",
+        )
         self.worker = self._start(exits, 2, WORKER, cpus[1], f"--address={self.address}")
 
     def _start(self, exits: ExitStack, count: int, id: str, cpus: int, *options: str) -> Node:
@@ -116,7 +147,11 @@ class TwoNodes:
 
     def environment(self, **more: str) -> dict[str, str]:
         """Of a process that talks to this cluster."""
-        given = {"RAY_ADDRESS": self.address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        given = {
+            "RAY_ADDRESS": self.address,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.token),
+        }
         return without_ray() | given | more
 
     def get(self, path: str) -> dict:
@@ -135,7 +170,9 @@ class TwoNodes:
 
     def cpus_used(self) -> float | None:
         """Some seconds ago; None: Ray has not looked yet."""
-        usage = self.get("/api/cluster_status")["data"]["clusterStatus"]["loadMetricsReport"]["usage"]
+        usage = self.get("/api/cluster_status")["data"]["clusterStatus"]["loadMetricsReport"][
+            "usage"
+        ]
         return usage["CPU"][0] if "CPU" in usage else None
 
     def _list(self, what: str) -> list[dict]:

@@ -77,7 +77,9 @@ class Job:
         try:
             return wait_for(lambda: self.is_in(*states), PATIENCE_S)
         except TimeoutError:
-            pytest.fail(f"job {self.id} is {self.show()['JobState']} after {PATIENCE_S} s:\n{self.output()}")
+            pytest.fail(
+                f"job {self.id} is {self.show()['JobState']} after {PATIENCE_S} s:\n{self.output()}"
+            )
 
     def output(self) -> str:
         return _read(self.cluster.folder / f"slurm-{self.id}.out")
@@ -99,7 +101,9 @@ class Job:
     def begin_again(self) -> None:
         """After a requeue, and soon: Slurm would wait for two minutes. It decides so a moment after it shows the job as
         pending, and is told until the job runs."""
-        time.sleep(2)  # nodes refuse what was allowed in the very second in which they were told to end the job
+        time.sleep(
+            2
+        )  # nodes refuse what was allowed in the very second in which they were told to end the job
 
         def runs() -> bool:
             assert self.is_in("PENDING", "RUNNING"), self.output()
@@ -117,7 +121,9 @@ class Job:
 
     def below_raylet(self, node: int) -> list[str]:
         """Command lines of what Ray runs on a node."""
-        pids = [pid for pid, line in commands() if f"--raylet_socket_name={self.raylets[node]}/" in line]
+        pids = [
+            pid for pid, line in commands() if f"--raylet_socket_name={self.raylets[node]}/" in line
+        ]
         return [line for pid in pids for line in alive(descendants(pid))]
 
 
@@ -131,7 +137,12 @@ def commands() -> list[tuple[int, str]]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                found.append((int(entry.name), (entry / "cmdline").read_bytes().replace(bytes(1), b" ").decode()))
+                found.append(
+                    (
+                        int(entry.name),
+                        (entry / "cmdline").read_bytes().replace(bytes(1), b" ").decode(),
+                    )
+                )
             except OSError:
                 continue  # it has just ended
     return found
@@ -141,7 +152,9 @@ class SlurmCluster:
     def __init__(self, folder: Path):
         self.folder, self.daemons = folder, []
         ports = [free_port() for _ in range(3)]
-        text = CONFIGURATION.format(folder=folder, user=getpass.getuser(), ports=ports, first_job=100 * ports[0])
+        text = CONFIGURATION.format(
+            folder=folder, user=getpass.getuser(), ports=ports, first_job=100 * ports[0]
+        )
         (folder / "slurm.conf").write_text(text)
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (folder / name).mkdir()
@@ -156,28 +169,57 @@ class SlurmCluster:
         path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         for command in (["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in NODES)):
             with (self.folder / f"{command[0]}-{command[-1]}.log").open("w") as log:
-                self.daemons.append(subprocess.Popen(
-                    [shutil.which(command[0], path=path), *command[1:]], stdout=log, stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL, env=self.environment(), cwd=self.folder, start_new_session=True,
-                ))
+                self.daemons.append(
+                    subprocess.Popen(
+                        [shutil.which(command[0], path=path), *command[1:]],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        stdin=subprocess.DEVNULL,
+                        env=self.environment(),
+                        cwd=self.folder,
+                        start_new_session=True,
+                    )
+                )
         wait_for(lambda: self.idle() == len(NODES), 60)
 
     def idle(self) -> int:
-        sinfo = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%N %t"], env=self.environment(), text=True,
-                               capture_output=True, timeout=60)
+        sinfo = subprocess.run(
+            ["sinfo", "--noheader", "--Node", "--format=%N %t"],
+            env=self.environment(),
+            text=True,
+            capture_output=True,
+            timeout=60,
+        )
         return len(re.findall(r"\bidle$", sinfo.stdout, re.MULTILINE))
 
     def run(self, *command: str, **more: str) -> str:
-        done = subprocess.run(command, env=self.environment() | more, cwd=self.folder, text=True, capture_output=True,
-                              timeout=60)
+        done = subprocess.run(
+            command,
+            env=self.environment() | more,
+            cwd=self.folder,
+            text=True,
+            capture_output=True,
+            timeout=60,
+        )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
     def submit(self, *arguments: str, options: tuple[str, ...] = (), **variables: str) -> Job:
         """On both nodes, which have no GPU; `variables` are those that launch/slurm.sbatch explains."""
-        given = {"MEGASTEP_ROOT": str(ROOT), "MEGASTEP_BIN": str(Path(sys.executable).parent)} | variables
-        id = self.run("sbatch", "--parsable", "--nodes=2", "--gpus-per-node=0", *options,
-                      str(ROOT / "launch" / "slurm.sbatch"), *arguments, **given)
+        given = {
+            "MEGASTEP_ROOT": str(ROOT),
+            "MEGASTEP_BIN": str(Path(sys.executable).parent),
+        } | variables
+        id = self.run(
+            "sbatch",
+            "--parsable",
+            "--nodes=2",
+            "--gpus-per-node=0",
+            *options,
+            str(ROOT / "launch" / "slurm.sbatch"),
+            *arguments,
+            **given,
+        )
         return Job(self, int(id))
 
     def close(self) -> None:
@@ -214,11 +256,21 @@ def skip_without_slurm() -> None:
     if not shutil.which("apt-get"):
         pytest.skip("Slurm is not installed, and there is no apt-get to install it with")
     if os.getuid() != 0:
-        pytest.skip("Slurm is not installed, and only root may install it: apt-get install slurm-wlm")
+        pytest.skip(
+            "Slurm is not installed, and only root may install it: apt-get install slurm-wlm"
+        )
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     install = ["apt-get", "install", "-y", "-q", "--no-install-recommends", "slurm-wlm"]
     for command in (["apt-get", "update", "-q"], install):
-        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, text=True, capture_output=True,
-                              timeout=400)
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            capture_output=True,
+            timeout=400,
+        )
     if done.returncode:
-        pytest.skip(f"Slurm is not installed, and cannot be: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+        pytest.skip(
+            f"Slurm is not installed, and cannot be: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
+        )

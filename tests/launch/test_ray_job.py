@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megastep.checkpoint.manifest import latest, read_manifest
 from megastep.config import load
 from megastep.plan.planning import make_plan
-from megastep.checkpoint.manifest import latest, read_manifest
 from megastep.report.writing import read_metrics
 from tests.launch.ray_cluster import two_nodes, without_ray
 from tests.processes import alive, wait_for
@@ -22,12 +22,23 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "launch" / "ray_job.sh")
 LOCAL = "configs/local.yaml"
 SMALL = (
-    "run.wandb=offline", "policy.ranks=1", "policy.parallel.expert=1", "warm_start.trajectories=0", "rollout.prompts=2",
-    "rollout.samples_per_prompt=2", "train.mini_batch_prompts=2", "eval.prompts=2", "eval.samples_per_prompt=1", "optimizer.warmup_steps=0",
+    "run.wandb=offline",
+    "policy.ranks=1",
+    "policy.parallel.expert=1",
+    "warm_start.trajectories=0",
+    "rollout.prompts=2",
+    "rollout.samples_per_prompt=2",
+    "train.mini_batch_prompts=2",
+    "eval.prompts=2",
+    "eval.samples_per_prompt=1",
+    "optimizer.warmup_steps=0",
 )
 PASSED_ON = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 
 
@@ -54,12 +65,20 @@ def environment(cluster, project=None, **more: str) -> dict[str, str]:
 
 def submit(arguments, env, stdout=subprocess.PIPE) -> subprocess.Popen:
     """In a process group of its own, as a shell would start it."""
-    return subprocess.Popen([SCRIPT, LOCAL, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, env=env,
-                            start_new_session=True)
+    return subprocess.Popen(
+        [SCRIPT, LOCAL, *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
 
 
 def run(arguments, env, timeout: int = 120) -> subprocess.CompletedProcess:
-    return subprocess.run([SCRIPT, *arguments], capture_output=True, text=True, timeout=timeout, env=env)
+    return subprocess.run(
+        [SCRIPT, *arguments], capture_output=True, text=True, timeout=timeout, env=env
+    )
 
 
 def status(cluster, job: str) -> str | None:
@@ -85,10 +104,14 @@ def stopped(cluster, project):
     """Ctrl-C in the middle of training; checkpoints are not due by themselves."""
     folder, shown = project / "runs" / "local", project / "shown.txt"
     with shown.open("w") as output:
-        process = submit([*SMALL, "train.steps=1000"], environment(cluster, project, **PASSED_ON), output)
+        process = submit(
+            [*SMALL, "train.steps=1000"], environment(cluster, project, **PASSED_ON), output
+        )
     try:
         wait_for(lambda: len(read_metrics(folder)) >= 3 or process.poll() is not None, 200)
-        wait_for(lambda: "runs/local: a new run\n" in shown.read_text(), 60)  # the log is followed, not read at the end
+        wait_for(
+            lambda: "runs/local: a new run\n" in shown.read_text(), 60
+        )  # the log is followed, not read at the end
         second = run([LOCAL], environment(cluster, project))
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=200)
@@ -99,10 +122,14 @@ def stopped(cluster, project):
 
 def test_d5_ctrl_c_stops_the_job_with_a_checkpoint(cluster, stopped):
     folder, code, output, errors, _ = stopped
-    assert code == 130 and "ray_job: job local-1: STOPPED" in errors, output[-2000:] + errors[-2000:]
+    assert code == 130 and "ray_job: job local-1: STOPPED" in errors, (
+        output[-2000:] + errors[-2000:]
+    )
     assert status(cluster, "local-1") == "STOPPED"
     step = read_metrics(folder)[-1]["step"]
-    assert f"stopped after step {step}" in output and "Traceback" not in output  # though Ray stops wandb's helper too
+    assert (
+        f"stopped after step {step}" in output and "Traceback" not in output
+    )  # though Ray stops wandb's helper too
     assert latest(folder / "checkpoints").name == f"step_{step}"
     wait_for(lambda: is_clean(cluster), 60)
 
@@ -110,13 +137,17 @@ def test_d5_ctrl_c_stops_the_job_with_a_checkpoint(cluster, stopped):
 def test_d5_a_run_that_is_being_trained_is_not_submitted_again(stopped):
     folder, *_, second = stopped
     assert second.returncode == 1
-    assert second.stderr.startswith(f"ray_job: {folder} is being trained by job local-1; to see it: .venv/bin/ray job")
+    assert second.stderr.startswith(
+        f"ray_job: {folder} is being trained by job local-1; to see it: .venv/bin/ray job"
+    )
 
 
 def test_d5_the_job_has_its_environment(cluster, project, stopped):
     described = cluster.get("/api/jobs/local-1")
     runtime = described["runtime_env"]
-    assert runtime["working_dir"] == f"local://{project}" and described["metadata"]["run"] == str(stopped[0])
+    assert runtime["working_dir"] == f"local://{project}" and described["metadata"]["run"] == str(
+        stopped[0]
+    )
     assert runtime["env_vars"].items() >= (PASSED_ON | {"WANDB_MODE": "offline"}).items()
     assert runtime["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "600"
 
@@ -136,14 +167,18 @@ def test_d5_submitted_again_it_resumes_and_ends_with_0(cluster, project, stopped
 
 def test_d5_sigterm_stops_a_job_that_is_starting(cluster, project):
     """Sent to the script and its children alike, as `timeout` does. This driver has a CPU of its own."""
-    process = submit([*SMALL, "run.name=early"], environment(cluster, project, MEGASTEP_DRIVER_CPUS="1"))
+    process = submit(
+        [*SMALL, "run.name=early"], environment(cluster, project, MEGASTEP_DRIVER_CPUS="1")
+    )
     try:
         wait_for(lambda: (cluster.cpus_used() or 0) >= 1 or process.poll() is not None, 60)
         os.killpg(process.pid, signal.SIGTERM)
         output, errors = process.communicate(timeout=100)
     finally:
         process.kill()
-    assert process.returncode == 75 and status(cluster, "early-1") == "STOPPED", output[-2000:] + errors[-2000:]
+    assert process.returncode == 75 and status(cluster, "early-1") == "STOPPED", (
+        output[-2000:] + errors[-2000:]
+    )
     wait_for(lambda: is_clean(cluster), 60)
 
 
@@ -158,27 +193,53 @@ def test_d5_a_mistake_in_the_config_is_a_line_in_the_log_and_the_exit_code(clust
 
 def test_d5_a_run_that_the_config_names_is_told(cluster, project):
     """Of a job that fails soon, with an exit code that is not that of a mistake: this cluster is too small for it."""
-    (project / "mine.yaml").write_text(f"base: {ROOT}/{LOCAL}\nrun: {{dir: results, name: named}}\n")
+    (project / "mine.yaml").write_text(
+        f"base: {ROOT}/{LOCAL}\nrun: {{dir: results, name: named}}\n"
+    )
     done = run(["mine.yaml", "cluster.cpus_per_process=9"], environment(cluster, project))
-    assert f"ray_job: job named-1 at {cluster.dashboard}; its run is {project}/results/named\n" in done.stderr
+    assert (
+        f"ray_job: job named-1 at {cluster.dashboard}; its run is {project}/results/named\n"
+        in done.stderr
+    )
     assert done.returncode == 1 and "error: the cluster is too small: " in done.stdout
 
 
 def test_d5_a_folder_that_the_nodes_do_not_have_is_told(cluster):
     done = run([LOCAL, "run.name=nowhere"], environment(cluster, "/nowhere"))
-    assert done.returncode == 1 and "'/nowhere', which must already exist on every node" in done.stdout + done.stderr
+    assert (
+        done.returncode == 1
+        and "'/nowhere', which must already exist on every node" in done.stdout + done.stderr
+    )
 
 
 @pytest.mark.parametrize(
     "arguments, given, code, message",
     [
-        ([LOCAL], {}, 2, "set RAY_API_SERVER_ADDRESS to where Ray's dashboard listens, such as http://HEAD:8265"),
-        ([LOCAL], {"RAY_ADDRESS": "127.0.0.1:6379"}, 2,
-         "127.0.0.1:6379: the dashboard's address is needed, such as http://HEAD:8265"),
-        ([LOCAL], {"RAY_ADDRESS": "http://127.0.0.1:1"}, 1, "http://127.0.0.1:1: no Ray dashboard there "),
+        (
+            [LOCAL],
+            {},
+            2,
+            "set RAY_API_SERVER_ADDRESS to where Ray's dashboard listens, such as http://HEAD:8265",
+        ),
+        (
+            [LOCAL],
+            {"RAY_ADDRESS": "127.0.0.1:6379"},
+            2,
+            "127.0.0.1:6379: the dashboard's address is needed, such as http://HEAD:8265",
+        ),
+        (
+            [LOCAL],
+            {"RAY_ADDRESS": "http://127.0.0.1:1"},
+            1,
+            "http://127.0.0.1:1: no Ray dashboard there ",
+        ),
         (["train.steps=1"], {"RAY_ADDRESS": "http://127.0.0.1:1"}, 2, "CONFIG is missing; usage: "),
-        ([LOCAL], {"RAY_ADDRESS": "http://127.0.0.1:1", "RAY_JOB_STOP_WAIT_TIME_S": "10m"}, 2,
-         "RAY_JOB_STOP_WAIT_TIME_S = 10m: must be a whole number, of seconds"),
+        (
+            [LOCAL],
+            {"RAY_ADDRESS": "http://127.0.0.1:1", "RAY_JOB_STOP_WAIT_TIME_S": "10m"},
+            2,
+            "RAY_JOB_STOP_WAIT_TIME_S = 10m: must be a whole number, of seconds",
+        ),
     ],
 )
 def test_d5_an_address_that_is_missing_or_wrong_is_a_line(arguments, given, code, message):
@@ -208,7 +269,11 @@ def test_d5_help_explains_every_variable():
 @pytest.fixture(scope="module")
 def manifest():
     claim, job = yaml.safe_load_all((ROOT / "launch" / "kuberay.yaml").read_text())
-    assert (claim["kind"], job["kind"], job["apiVersion"]) == ("PersistentVolumeClaim", "RayJob", "ray.io/v1")
+    assert (claim["kind"], job["kind"], job["apiVersion"]) == (
+        "PersistentVolumeClaim",
+        "RayJob",
+        "ray.io/v1",
+    )
     return claim, job["spec"]
 
 
@@ -219,7 +284,12 @@ def test_d5_the_manifest_trains_with_a_config_that_loads(manifest):
     loaded = load(config, [*overrides, "model.path=configs/models/qwen3-30b-a3b"])
     group = manifest[1]["rayClusterSpec"]["workerGroupSpecs"][0]
     gpus = group["replicas"] * int(group["rayStartParams"]["num-gpus"])
-    assert loaded.policy.ranks == gpus == loaded.engine.num_engines * loaded.engine.tensor_parallel == 16
+    assert (
+        loaded.policy.ranks
+        == gpus
+        == loaded.engine.num_engines * loaded.engine.tensor_parallel
+        == 16
+    )
     assert loaded.cluster.colocate and loaded.run.name and loaded.checkpoint.every_steps > 0
     assert not make_plan(loaded).troubles()
 
@@ -227,7 +297,10 @@ def test_d5_the_manifest_trains_with_a_config_that_loads(manifest):
 def test_d5_the_manifest_has_the_version_of_ray_that_is_pinned(manifest):
     pins = (ROOT / "launch" / "requirements-cpu.txt").read_text().replace(" \\", "").splitlines()
     assert f"ray=={manifest[1]['rayClusterSpec']['rayVersion']}" in pins
-    assert f'"ray[default]=={manifest[1]["rayClusterSpec"]["rayVersion"]}"' in (ROOT / "pyproject.toml").read_text()
+    assert (
+        f'"ray[default]=={manifest[1]["rayClusterSpec"]["rayVersion"]}"'
+        in (ROOT / "pyproject.toml").read_text()
+    )
 
 
 def test_d5_every_path_of_the_manifest_is_on_the_volume(manifest):
@@ -239,7 +312,9 @@ def test_d5_every_path_of_the_manifest_is_on_the_volume(manifest):
     for group in groups:
         pod = group["template"]["spec"]
         (container,), volumes = pod["containers"], {v["name"]: v for v in pod["volumes"]}
-        mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+        mounted = {
+            mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]
+        }
         assert mounted["/data"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
         assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
         assert all(path.startswith("/data/") for path in paths)
@@ -248,7 +323,9 @@ def test_d5_every_path_of_the_manifest_is_on_the_volume(manifest):
 
 
 def test_d5_ranks_of_the_manifest_meet_over_one_network(manifest):
-    (container,) = manifest[1]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    (container,) = manifest[1]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"][
+        "containers"
+    ]
     given = {variable["name"]: variable["value"] for variable in container["env"]}
     assert given["NCCL_SOCKET_IFNAME"] == given["GLOO_SOCKET_IFNAME"]
 

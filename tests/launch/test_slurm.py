@@ -22,9 +22,17 @@ CONFIG = "configs/chase.yaml"
 STEPS = 8
 # A node has one CPU and a process takes one, so that the rank and the engine are on different nodes.
 TINY = (
-    "cluster.cpus_per_process=1", "run.wandb=disabled", "warm_start.trajectories=0", "optimizer.warmup_steps=0",
-    f"train.steps={STEPS}", "train.mini_batch_prompts=2", "rollout.prompts=2", "rollout.samples_per_prompt=2", "eval.prompts=2",
-    "eval.samples_per_prompt=1", "checkpoint.every_steps=3",
+    "cluster.cpus_per_process=1",
+    "run.wandb=disabled",
+    "warm_start.trajectories=0",
+    "optimizer.warmup_steps=0",
+    f"train.steps={STEPS}",
+    "train.mini_batch_prompts=2",
+    "rollout.prompts=2",
+    "rollout.samples_per_prompt=2",
+    "eval.prompts=2",
+    "eval.samples_per_prompt=1",
+    "checkpoint.every_steps=3",
 )
 
 
@@ -94,21 +102,29 @@ def requeued(cluster):
 
 
 def test_d5_a_job_of_two_nodes_runs_to_its_end(requeued):
-    assert (requeued.end["JobState"], requeued.end["ExitCode"], requeued.end["NumNodes"]) == ("COMPLETED", "0:0", "2")
+    assert (requeued.end["JobState"], requeued.end["ExitCode"], requeued.end["NumNodes"]) == (
+        "COMPLETED",
+        "0:0",
+        "2",
+    )
     assert [row["step"] for row in read_metrics(requeued.folder)] == list(range(STEPS + 1))
     assert latest(requeued.folder / "checkpoints").name == f"step_{STEPS}"
     assert f"checkpoint: {requeued.folder}/checkpoints/step_{STEPS}" in requeued.job.output()
 
 
 def test_d5_ranks_and_engines_are_on_different_nodes(requeued):
-    of_rank, of_engine = ([any(f"ray::{kind}" in line for line in lines) for lines in requeued.nodes]
-                          for kind in ("PolicyRank", "Engine"))
+    of_rank, of_engine = (
+        [any(f"ray::{kind}" in line for line in lines) for lines in requeued.nodes]
+        for kind in ("PolicyRank", "Engine")
+    )
     assert sorted(of_rank) == [False, True] and of_engine == of_rank[::-1]
 
 
 def test_d5_a_requeued_job_goes_on_from_its_last_checkpoint(requeued):
     """The first of them was killed after step 4; the checkpoint before is that of step 3, unless it was quick."""
-    starts = re.findall(r"chase-\d+: (a new run|continues after step \d+)$", requeued.job.output(), re.MULTILINE)
+    starts = re.findall(
+        r"chase-\d+: (a new run|continues after step \d+)$", requeued.job.output(), re.MULTILINE
+    )
     assert starts == ["a new run", *(f"continues after step {step}" for step in requeued.saved)]
     assert requeued.saved[0] in (3, 6) and requeued.end["Restarts"] == "2"
 
@@ -116,7 +132,10 @@ def test_d5_a_requeued_job_goes_on_from_its_last_checkpoint(requeued):
 def test_d5_a_job_whose_time_is_up_writes_a_checkpoint_and_requeues_itself(requeued):
     saved = requeued.saved[1]
     assert saved > requeued.saved[0] and f"\nstopped after step {saved};" in requeued.job.output()
-    assert f"job {requeued.job.id} is requeued and goes on from its last checkpoint" in requeued.job.output()
+    assert (
+        f"job {requeued.job.id} is requeued and goes on from its last checkpoint"
+        in requeued.job.output()
+    )
 
 
 def test_d5_nothing_of_a_job_is_left(requeued):
@@ -132,37 +151,79 @@ def test_d5_nothing_of_a_job_is_left(requeued):
 @pytest.mark.parametrize(
     "arguments, variables, message",
     [
-        ((), {}, "slurm.sbatch: error: no CONFIG; sbatch --nodes=2 launch/slurm.sbatch CONFIG [key=value ...]"),
-        ((CONFIG,), {"MEGASTEP_BIN": "/nowhere"}, "error: /nowhere/megastep: no such program; set MEGASTEP_BIN"),
-        ((CONFIG,), {"MEGASTEP_ROOT": "/nowhere"}, "slurm.sbatch: error: /nowhere: not the project's root; submit"),
-        ((CONFIG,), {"MEGASTEP_NODES_TIMEOUT_S": "soon"}, "error: MEGASTEP_NODES_TIMEOUT_S = soon: must be a number"),
-        ((CONFIG,), {"MEGASTEP_SETUP": "/nowhere/a.env"}, "error: MEGASTEP_SETUP=/nowhere/a.env: no such file, or not"),
-        ((CONFIG,), {"MEGASTEP_MODULES": "gcc/13", "BASH_FUNC_module%%": "() { false; }"},
-         "slurm.sbatch: error: MEGASTEP_MODULES=gcc/13: cannot be loaded"),
+        (
+            (),
+            {},
+            "slurm.sbatch: error: no CONFIG; sbatch --nodes=2 launch/slurm.sbatch CONFIG [key=value ...]",
+        ),
+        (
+            (CONFIG,),
+            {"MEGASTEP_BIN": "/nowhere"},
+            "error: /nowhere/megastep: no such program; set MEGASTEP_BIN",
+        ),
+        (
+            (CONFIG,),
+            {"MEGASTEP_ROOT": "/nowhere"},
+            "slurm.sbatch: error: /nowhere: not the project's root; submit",
+        ),
+        (
+            (CONFIG,),
+            {"MEGASTEP_NODES_TIMEOUT_S": "soon"},
+            "error: MEGASTEP_NODES_TIMEOUT_S = soon: must be a number",
+        ),
+        (
+            (CONFIG,),
+            {"MEGASTEP_SETUP": "/nowhere/a.env"},
+            "error: MEGASTEP_SETUP=/nowhere/a.env: no such file, or not",
+        ),
+        (
+            (CONFIG,),
+            {"MEGASTEP_MODULES": "gcc/13", "BASH_FUNC_module%%": "() { false; }"},
+            "slurm.sbatch: error: MEGASTEP_MODULES=gcc/13: cannot be loaded",
+        ),
         # A relative root, and its own .venv: what is wrong then is the setting alone.
-        ((CONFIG, "train.stepz=1"), {"MEGASTEP_ROOT": "root", "MEGASTEP_BIN": ""},
-         "error: train.stepz: unknown key; did you mean train.steps?"),
+        (
+            (CONFIG, "train.stepz=1"),
+            {"MEGASTEP_ROOT": "root", "MEGASTEP_BIN": ""},
+            "error: train.stepz: unknown key; did you mean train.steps?",
+        ),
     ],
 )
 def test_d5_mistakes_are_a_line_and_exit_code_2(arguments, variables, message, cluster):
     """Those of the config too, before Ray is there."""
     job = cluster.submit(*arguments, **variables)
     assert job.wait()["ExitCode"] == "2:0"
-    (line,) = [line for line in job.output().splitlines() if "error: " in line and not line.startswith("srun:")]
+    (line,) = [
+        line
+        for line in job.output().splitlines()
+        if "error: " in line and not line.startswith("srun:")
+    ]
     assert line.startswith(message)
     assert_nothing_is_left(job, set())
 
 
 def test_d5_the_exit_code_is_that_of_training(cluster):
     """Which finds this cluster too small, once Ray is there. Modules are loaded by what a login shell has exported."""
-    modules = {"MEGASTEP_MODULES": "cuda/13.0 gcc/13", "BASH_FUNC_module%%": '() { echo "module $*"; }'}
-    job = cluster.submit(CONFIG, *TINY, f"run.dir={cluster.folder}/runs", "run.name=mine", "cluster.cpus_per_process=2",
-                         **modules)
+    modules = {
+        "MEGASTEP_MODULES": "cuda/13.0 gcc/13",
+        "BASH_FUNC_module%%": '() { echo "module $*"; }',
+    }
+    job = cluster.submit(
+        CONFIG,
+        *TINY,
+        f"run.dir={cluster.folder}/runs",
+        "run.name=mine",
+        "cluster.cpus_per_process=2",
+        **modules,
+    )
     family = wait_for(lambda: job.below_raylet(1) and job.family())
     assert job.wait()["ExitCode"] == "1:0"
     assert job.output().startswith("module load cuda/13.0 gcc/13\n")
     assert "error: the cluster is too small: 2 places with 4 CPU in all are needed" in job.output()
-    assert "slurm.sbatch: failed; to go on, submit it again as before, with run.name=mine\n" in job.output()
+    assert (
+        "slurm.sbatch: failed; to go on, submit it again as before, with run.name=mine\n"
+        in job.output()
+    )
     assert_nothing_is_left(job, family)
 
 
@@ -171,7 +232,10 @@ def test_d5_tasks_are_in_the_container(cluster, tmp_path):
     srun = tmp_path / "srun"
     srun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/$$.arguments\nexit 2\n')
     srun.chmod(0o755)
-    given = {"MEGASTEP_CONTAINER": "megastep.sqsh", "MEGASTEP_MOUNTS": "/data:/data,/models:/weights"}
+    given = {
+        "MEGASTEP_CONTAINER": "megastep.sqsh",
+        "MEGASTEP_MOUNTS": "/data:/data,/models:/weights",
+    }
     job = cluster.submit(CONFIG, *TINY, PATH=f"{tmp_path}:{os.environ['PATH']}", **given)
     assert job.wait()["ExitCode"] == "2:0"
     mounts = f"{ROOT}:{ROOT},/tmp:/tmp,{job.logs}:{job.logs},/data:/data,/models:/weights"
@@ -179,7 +243,10 @@ def test_d5_tasks_are_in_the_container(cluster, tmp_path):
     assert sorted(steps, key=len)[0][-2:] == ["bash", "launch/slurm_ray.sh"] and len(steps) == 2
     for step in steps:
         assert [option for option in step if option.startswith("--container")] == [
-            "--container-image=megastep.sqsh", f"--container-mounts={mounts}", f"--container-workdir={ROOT}"]
+            "--container-image=megastep.sqsh",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={ROOT}",
+        ]
 
 
 def test_d5_a_node_that_does_not_come_is_named(cluster, setup_file):
@@ -196,7 +263,9 @@ def test_d5_a_node_whose_ray_dies_ends_the_job(cluster):
     job = cluster.submit(CONFIG, *TINY, f"run.dir={cluster.folder}/runs", "run.name=dead")
     wait_for(lambda: "dead: a new run" in job.output())
     family = job.family()
-    (raylet,) = [pid for pid, line in commands() if f"--raylet_socket_name={job.raylets[1]}/" in line]
+    (raylet,) = [
+        pid for pid, line in commands() if f"--raylet_socket_name={job.raylets[1]}/" in line
+    ]
     os.kill(raylet, signal.SIGKILL)
     assert job.wait()["ExitCode"] == "1:0"
     assert f"error: Ray has ended on n2; what it said is in {job.logs}" in job.output()
@@ -211,19 +280,28 @@ def test_d5_slurm_tells_a_job_ten_minutes_before_its_time_limit(cluster, setup_f
     """By the line in the script. With eleven minutes in all it is due in the first, between 30 and 60 seconds: Slurm
     looks twice a minute, and tells a job that would be late the next time. Nothing was saved by then, and so it would
     be for ever."""
-    job = cluster.submit(CONFIG, *TINY, options=("--time=11",), MEGASTEP_SETUP=setup_file(NO_RAY_ON.format("n*")))
+    job = cluster.submit(
+        CONFIG, *TINY, options=("--time=11",), MEGASTEP_SETUP=setup_file(NO_RAY_ON.format("n*"))
+    )
     wait_for(lambda: job.is_in("RUNNING"))
-    processes.wait_for(lambda: "training is asked to stop and to write a checkpoint" in job.output(), 120)
+    processes.wait_for(
+        lambda: "training is asked to stop and to write a checkpoint" in job.output(), 120
+    )
     assert job.wait()["ExitCode"] == "75:0"
     line = job.output().splitlines()[-1]
-    assert "stopped before anything was saved, and not requeued" in line and "give it a longer --time" in line
+    assert (
+        "stopped before anything was saved, and not requeued" in line
+        and "give it a longer --time" in line
+    )
     assert line.endswith(f"to go on, submit it again as before, with run.name=chase-{job.id}")
 
 
 def test_d5_a_second_signal_ends_training_that_does_not_stop(cluster, setup_file):
     """And a job that may not be requeued says how to go on."""
     setup = setup_file(NO_RAY_ON.format("n*") + "if [[ $1 == python ]]; then trap '' TERM; fi\n")
-    job = cluster.submit(CONFIG, *TINY, "run.name=of mine", options=("--no-requeue",), MEGASTEP_SETUP=setup)
+    job = cluster.submit(
+        CONFIG, *TINY, "run.name=of mine", options=("--no-requeue",), MEGASTEP_SETUP=setup
+    )
     wait_for((job.logs / "run.name").exists)
     family = job.family()
     job.signal("TERM")
@@ -253,9 +331,15 @@ def test_d5_ray_outlives_a_signal_that_is_for_training(tmp_path):
     (tmp_path / "ray").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "ray").chmod(0o755)
     folder, notes = Path(f"/tmp/megastep-{free_port()}-0"), tmp_path / "terminated"
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": folder.name.split("-")[1],
-                   "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1", "MEGASTEP_LOGS": str(tmp_path),
-                   "RAY_ADDRESS": "127.0.0.1:1", "MEGASTEP_CLIENT_PORT": "1"}
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": folder.name.split("-")[1],
+        "SLURM_NODEID": "0",
+        "SLURMD_NODENAME": "n1",
+        "MEGASTEP_LOGS": str(tmp_path),
+        "RAY_ADDRESS": "127.0.0.1:1",
+        "MEGASTEP_CLIENT_PORT": "1",
+    }
     with subprocess.Popen(["bash", ROOT / "launch" / "slurm_ray.sh"], env=environment) as task:
         wait_for(lambda: [line for line in alive(descendants(task.pid)) if "sleep 60" in line])
         task.send_signal(signal.SIGTERM)

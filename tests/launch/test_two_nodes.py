@@ -14,9 +14,17 @@ from tests.processes import alive, wait_for
 # A place is two CPUs here, for a rank and for an engine on it, and so is a node: the ranks cannot share one.
 CPUS = (2, 2)
 SMALL = (
-    "run.wandb=disabled", "cluster.cpus_per_process=1", "cluster.colocate=true", "warm_start.trajectories=0",
-    "rollout.prompts=2", "rollout.samples_per_prompt=2", "train.mini_batch_prompts=2", "eval.prompts=2", "eval.samples_per_prompt=1",
-    "optimizer.warmup_steps=0", "checkpoint.every_steps=1",
+    "run.wandb=disabled",
+    "cluster.cpus_per_process=1",
+    "cluster.colocate=true",
+    "warm_start.trajectories=0",
+    "rollout.prompts=2",
+    "rollout.samples_per_prompt=2",
+    "train.mini_batch_prompts=2",
+    "eval.prompts=2",
+    "eval.samples_per_prompt=1",
+    "optimizer.warmup_steps=0",
+    "checkpoint.every_steps=1",
 )
 LOST_WITHIN_S = 90  # Ray takes 15 seconds to call a node dead; the machine may be busy
 
@@ -28,9 +36,23 @@ def cluster():
 
 
 def begin(cluster, folder, name: str, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "megastep", "train", "configs/local.yaml", f"run.dir={folder}", f"run.name={name}"]
-    return subprocess.Popen([*command, *SMALL, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env=cluster.environment(), start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "megastep",
+        "train",
+        "configs/local.yaml",
+        f"run.dir={folder}",
+        f"run.name={name}",
+    ]
+    return subprocess.Popen(
+        [*command, *SMALL, *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=cluster.environment(),
+        start_new_session=True,
+    )
 
 
 def nodes_of(cluster, kind: str) -> list[str]:
@@ -45,8 +67,13 @@ def is_up(cluster) -> bool:
 
 def script(cluster, text: str) -> str:
     """What it prints."""
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120,
-                          env=cluster.environment())
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=cluster.environment(),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -148,7 +175,9 @@ def test_d3_d5_a_policy_on_two_nodes_trains_to_the_end(cluster, trained):
     assert sorted(ranks) == [WORKER, HEAD] and engines == [WORKER]
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert all(row["mismatch/max_abs"] < 1e-3 for row in rows[1:])  # the weights of both ranks reach the engine
+    assert all(
+        row["mismatch/max_abs"] < 1e-3 for row in rows[1:]
+    )  # the weights of both ranks reach the engine
     assert read_manifest(latest(folder / "checkpoints"))["step"] == 3
 
 
@@ -161,7 +190,14 @@ def test_d3_the_cluster_that_was_there_stays_and_is_free_again(cluster, trained)
 def test_d5_a_lost_node_ends_the_run_with_a_line(cluster, tmp_path):
     """The last test of this cluster. Lost are a rank and the only engine, in the middle of a rollout: nobody waits for
     an engine that could come back only to a policy that is not whole."""
-    process = begin(cluster, tmp_path, "lost", "train.steps=1000", "rollout.prompts=16", "rollout.samples_per_prompt=16")
+    process = begin(
+        cluster,
+        tmp_path,
+        "lost",
+        "train.steps=1000",
+        "rollout.prompts=16",
+        "rollout.samples_per_prompt=16",
+    )
     checkpoints = tmp_path / "lost" / "checkpoints"
     try:
         wait_for(lambda: (checkpoints / "step_1").exists() or process.poll() is not None, 200)
@@ -172,9 +208,13 @@ def test_d5_a_lost_node_ends_the_run_with_a_line(cluster, tmp_path):
         process.kill()
     (line,) = [line for line in errors.splitlines() if line]
     # Either the episodes notice it, if all were cut off, or training with those that had ended.
-    cause = "the node of the policy's rank(s) 0 is lost" in line or line.startswith("error: a rank of the policy died")
+    cause = "the node of the policy's rank(s) 0 is lost" in line or line.startswith(
+        "error: a rank of the policy died"
+    )
     assert process.returncode == 1 and line.startswith("error: ") and cause, errors[-3000:]
     saved = latest(checkpoints)
     assert read_manifest(saved)["step"] == int(saved.name.removeprefix("step_")) >= 1
     wait_for(lambda: cluster.nodes() == [HEAD] and not cluster.actors(), 60)
-    assert not [line for line in alive(cluster.head.family()) if "PolicyRank" in line or "VLLM" in line]
+    assert not [
+        line for line in alive(cluster.head.family()) if "PolicyRank" in line or "VLLM" in line
+    ]

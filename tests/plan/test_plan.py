@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from megastep import cli
-from megastep.models.architecture import parse_architecture, read_architecture
 from megastep.config import Config, ParallelConfig, load
+from megastep.models.architecture import parse_architecture, read_architecture
 from megastep.plan.activations import Layer
 from megastep.plan.planning import GIB, in_flight, make_plan, micro_batches_per_rank, stage_memory
 from megastep.plan.shares import shares
@@ -20,11 +20,20 @@ from tests import cases
 from tests.samples.rollouts import step
 
 TOKENS = 1024
-SHAPE = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=64, intermediate_size=768,
-             max_position_embeddings=2048)
+SHAPE = dict(
+    hidden_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    intermediate_size=768,
+    max_position_embeddings=2048,
+)
 EXPERTS = dict(moe_intermediate_size=192, num_experts=16, num_experts_per_tok=4)
-SHAPES = {"qwen3_yarn": SHAPE, "qwen2_tied": SHAPE | {"vocab_size": 2000, "head_dim": 32},
-          "qwen3_moe": SHAPE | EXPERTS | {"vocab_size": 6000}}
+SHAPES = {
+    "qwen3_yarn": SHAPE,
+    "qwen2_tied": SHAPE | {"vocab_size": 2000, "head_dim": 32},
+    "qwen3_moe": SHAPE | EXPERTS | {"vocab_size": 6000},
+}
 
 RUNS = [
     # model, ranks, layout, precision, recompute, micro-batches
@@ -44,18 +53,30 @@ RUNS = [
 
 
 @pytest.mark.parametrize("model, world, layout, precision, recompute, micro_batches", RUNS)
-def test_x8_estimates_are_what_a_run_holds(model, world, layout, precision, recompute, micro_batches, ranks, models):
+def test_x8_estimates_are_what_a_run_holds(
+    model, world, layout, precision, recompute, micro_batches, ranks, models
+):
     """Weights, gradients and optimizer exactly, activations within 15%."""
     folder, _ = models(model, **SHAPES[model])
     config = Config()
     config.model.path = str(folder)
-    config.policy.ranks, config.policy.precision, config.policy.recompute = world, precision, recompute
+    config.policy.ranks, config.policy.precision, config.policy.recompute = (
+        world,
+        precision,
+        recompute,
+    )
     config.policy.parallel = ParallelConfig(**layout)
     config.train.micro_batch_tokens = TOKENS
     arch = read_architecture(folder)
     settings = {"policy.precision": precision, "policy.recompute": recompute}
-    found = ranks(world).run(cases.memory_of_update, folder=folder, layout=layout, settings=settings, tokens=TOKENS,
-                             micro_batches=micro_batches)
+    found = ranks(world).run(
+        cases.memory_of_update,
+        folder=folder,
+        layout=layout,
+        settings=settings,
+        tokens=TOKENS,
+        micro_batches=micro_batches,
+    )
     per_stage = world // config.policy.parallel.pipeline
     for number, share in enumerate(shares(config, arch)):
         of_ranks = found[number * per_stage : (number + 1) * per_stage]
@@ -71,9 +92,16 @@ def test_x8_estimates_are_what_a_run_holds(model, world, layout, precision, reco
 
 def plain(**changes):
     """A dense model without grouped queries, whose gated layer has as many weights as 4 h without gate."""
-    shape = dict(model_type="llama", hidden_size=6144, num_hidden_layers=32, num_attention_heads=48,
-                 num_key_value_heads=48, intermediate_size=6144 * 8 // 3, vocab_size=32000,
-                 max_position_embeddings=4096)
+    shape = dict(
+        model_type="llama",
+        hidden_size=6144,
+        num_hidden_layers=32,
+        num_attention_heads=48,
+        num_key_value_heads=48,
+        intermediate_size=6144 * 8 // 3,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+    )
     return parse_architecture(shape | changes)
 
 
@@ -120,7 +148,11 @@ def big() -> Config:
     config.model.path = "configs/models/qwen3-30b-a3b"
     config.policy.ranks, config.policy.precision = 16, "bf16"
     config.policy.parallel = ParallelConfig(pipeline=2, expert=8)
-    config.engine.tensor_parallel, config.engine.num_engines, config.engine.max_model_len = 2, 8, 16384
+    config.engine.tensor_parallel, config.engine.num_engines, config.engine.max_model_len = (
+        2,
+        8,
+        16384,
+    )
     config.rollout.max_response_tokens = 4096
     config.cluster.colocate = True
     return config
@@ -132,7 +164,9 @@ def test_x8_counts_of_a_batch():
     plan = make_plan(config, trajectory_tokens=10_000)
     assert plan.parameters == 30_532_122_624  # as Hugging Face counts Qwen3-30B-A3B
     assert plan.sync_bytes == 2 * plan.parameters
-    assert plan.micro_batches == 64 * 8 // 8  # whole trajectories, of which a micro-batch of 16384 tokens holds one
+    assert (
+        plan.micro_batches == 64 * 8 // 8
+    )  # whole trajectories, of which a micro-batch of 16384 tokens holds one
     assert plan.bubble == 1 / (plan.micro_batches + 1)
     assert plan.route_bytes == 64 * 8 * 10_000 * 48 * 8
     assert plan.engine.kv_per_token == 2 * 48 * 2 * 128 * 2
@@ -166,9 +200,15 @@ def test_x8_the_users_own_sizes_are_among_those_that_are_tried():
 
 
 def test_x8_engines_that_do_not_fit_get_more_gpus_each():
-    config = load("configs/h100/qwen3-32b.yaml", ["engine.tensor_parallel=1", "engine.num_engines=8"], has_cuda=True)
+    config = load(
+        "configs/h100/qwen3-32b.yaml",
+        ["engine.tensor_parallel=1", "engine.num_engines=8"],
+        has_cuda=True,
+    )
     change, fitting = suggest(config, 79.6, None)
-    assert change == {"engine.tensor_parallel": 2, "engine.num_engines": 4} and not fitting.troubles()
+    assert (
+        change == {"engine.tensor_parallel": 2, "engine.num_engines": 4} and not fitting.troubles()
+    )
 
 
 def test_x8_uneven_stages_have_fewer_layers_at_the_ends():
@@ -183,11 +223,14 @@ def test_x8_virtual_stages_are_split_too():
     assert layers["policy.parallel.layers_per_stage"] == [11, 12, 12, 12, 12, 12, 12, 11]
 
 
-@pytest.mark.parametrize("change, trouble", [
-    (("engine.gpu_memory_utilization", 0.95), "rollout on stage"),
-    (("engine.tensor_parallel", 1), "engine: keys and values of one call"),
-    (("optimizer.cpu_offload_fraction", 1.0), None),
-])
+@pytest.mark.parametrize(
+    "change, trouble",
+    [
+        (("engine.gpu_memory_utilization", 0.95), "rollout on stage"),
+        (("engine.tensor_parallel", 1), "engine: keys and values of one call"),
+        (("optimizer.cpu_offload_fraction", 1.0), None),
+    ],
+)
 def test_x8_rollout_and_engine_have_to_fit_too(change, trouble):
     config = big()
     config.policy.recompute = ["full"]
@@ -224,18 +267,32 @@ def test_x8_activations_that_are_offloaded_are_in_cpu_memory():
     assert after.host - before.host == pytest.approx(before.kept - after.kept, abs=1)
 
 
-@pytest.mark.parametrize("samples, tokens", [(8, 5), (8, 6), (4, 5), (3, 2), (8, 2), (5, 16), (1, 3)])
+@pytest.mark.parametrize(
+    "samples, tokens", [(8, 5), (8, 6), (4, 5), (3, 2), (8, 2), (5, 16), (1, 3)]
+)
 @pytest.mark.parametrize("ranks, virtual", [(1, 1), (3, 1), (2, 2)])
 def test_x8_micro_batches_are_counted_as_they_are_packed(samples, tokens, ranks, virtual):
     """Trajectories of one length that share nothing, through the packing itself."""
     config = big()
-    config.rollout.prompts, config.rollout.samples_per_prompt, config.train.micro_batch_tokens = 7, samples, 16
-    config.policy.ranks, config.policy.parallel = 2 * ranks, ParallelConfig(pipeline=2, virtual=virtual)
+    config.rollout.prompts, config.rollout.samples_per_prompt, config.train.micro_batch_tokens = (
+        7,
+        samples,
+        16,
+    )
+    config.policy.ranks, config.policy.parallel = (
+        2 * ranks,
+        ParallelConfig(pipeline=2, virtual=virtual),
+    )
     steps = iter(range(10**6))
-    made = [Sample(step(0, row[:1], row[1:]), group, trajectory, advantage=1.0, weight=1e-3)
-            for group in range(7) for trajectory in range(samples)
-            for row in [np.full(tokens + 1, next(steps), np.int32)]]
-    packed, _ = lay_out(made, ranks, budget_tokens=16, layout="trie", rounds_of=2 if virtual > 1 else 1)
+    made = [
+        Sample(step(0, row[:1], row[1:]), group, trajectory, advantage=1.0, weight=1e-3)
+        for group in range(7)
+        for trajectory in range(samples)
+        for row in [np.full(tokens + 1, next(steps), np.int32)]
+    ]
+    packed, _ = lay_out(
+        made, ranks, budget_tokens=16, layout="trie", rounds_of=2 if virtual > 1 else 1
+    )
     assert micro_batches_per_rank(config, tokens) == len(packed[0])
 
 
@@ -244,7 +301,10 @@ def test_x8_a_kl_counts_the_weights_twice():
     config.policy.recompute = ["full"]
     config.loss.kl_coef = 0.01
     stage = make_plan(config).stages[0]
-    assert stage.activations >= stage.share.weights and stage.host >= stage.share.weights + stage.share.optimizer
+    assert (
+        stage.activations >= stage.share.weights
+        and stage.host >= stage.share.weights + stage.share.optimizer
+    )
 
 
 # ---------------------------------------------------------------- the command
@@ -258,10 +318,16 @@ def test_x8_the_command_says_fits_by_its_exit_code(tmp_path, capsys):
     assert code == 0 and "\nfits: the policy's fullest GPU has" in shown
     assert "stage 1" in shown and "2 layers + embedding + head" in shown
     path = tmp_path / "big.yaml"
-    path.write_text(yaml.safe_dump({
-        "model": {"path": str(Path("configs/models/qwen3-30b-a3b").resolve())}, "engine": {"max_model_len": 16384},
-        "policy": {"ranks": 8, "precision": "bf16", "parallel": {"expert": 8}}, "train": {"micro_batch_tokens": 16384},
-    }))
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"path": str(Path("configs/models/qwen3-30b-a3b").resolve())},
+                "engine": {"max_model_len": 16384},
+                "policy": {"ranks": 8, "precision": "bf16", "parallel": {"expert": 8}},
+                "train": {"micro_batch_tokens": 16384},
+            }
+        )
+    )
     code, shown = plan(str(path), "--suggest")
     assert code == 1 and "\ndoes not fit:\n  training on stage 1" in shown
     settings = shown.split("\nfits with: ")[1].splitlines()[0].split()
@@ -269,20 +335,39 @@ def test_x8_the_command_says_fits_by_its_exit_code(tmp_path, capsys):
     assert code == 0, shown
 
 
-@pytest.mark.parametrize("layers, pipeline, split, change", [
-    (7, 1, None, "policy.parallel.pipeline=2 policy.parallel.layers_per_stage=[3,4]"),
-    (8, 2, [3, 5], "policy.parallel.pipeline=4 policy.parallel.layers_per_stage=null"),
-])
+@pytest.mark.parametrize(
+    "layers, pipeline, split, change",
+    [
+        (7, 1, None, "policy.parallel.pipeline=2 policy.parallel.layers_per_stage=[3,4]"),
+        (8, 2, [3, 5], "policy.parallel.pipeline=4 policy.parallel.layers_per_stage=null"),
+    ],
+)
 def test_x8_what_is_suggested_can_be_given_back(layers, pipeline, split, change, tmp_path, capsys):
-    shape = plain(hidden_size=1920, num_hidden_layers=layers, num_attention_heads=15, num_key_value_heads=3,
-                  head_dim=128, intermediate_size=5632)  # heads that tensor parallelism cannot split
+    shape = plain(
+        hidden_size=1920,
+        num_hidden_layers=layers,
+        num_attention_heads=15,
+        num_key_value_heads=3,
+        head_dim=128,
+        intermediate_size=5632,
+    )  # heads that tensor parallelism cannot split
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({
-        "model": {"path": str(write_model(tmp_path, shape.hf))}, "engine": {"max_model_len": 512, "gpu_memory_utilization": 0.9},
-        "optimizer": {"cpu_offload_fraction": 1.0}, "train": {"micro_batch_tokens": 512},
-        "policy": {"ranks": 4, "precision": "bf16", "recompute": ["full"],
-                   "parallel": {"pipeline": pipeline, "layers_per_stage": split}},
-    }))
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"path": str(write_model(tmp_path, shape.hf))},
+                "engine": {"max_model_len": 512, "gpu_memory_utilization": 0.9},
+                "optimizer": {"cpu_offload_fraction": 1.0},
+                "train": {"micro_batch_tokens": 512},
+                "policy": {
+                    "ranks": 4,
+                    "precision": "bf16",
+                    "recompute": ["full"],
+                    "parallel": {"pipeline": pipeline, "layers_per_stage": split},
+                },
+            }
+        )
+    )
     gpu = "--gpu-gib=8.0" if pipeline == 1 else "--gpu-gib=7.5"
     assert cli.main(["plan", str(path), gpu, "--suggest"]) == 1
     shown = capsys.readouterr().out
@@ -290,8 +375,19 @@ def test_x8_what_is_suggested_can_be_given_back(layers, pipeline, split, change,
     assert cli.main(["plan", str(path), gpu, *change.split()]) == 0
 
 
-@pytest.mark.parametrize("argument", ["--gpu-gib=inf", "--gpu-gib=nan", "--gpu-gib=-5", "--gpu-gib=0", "--gpu-gib=much",
-                                      "--trajectory-tokens=-100", "--trajectory-tokens=0", "--trajectory-tokens=1.5"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--gpu-gib=inf",
+        "--gpu-gib=nan",
+        "--gpu-gib=-5",
+        "--gpu-gib=0",
+        "--gpu-gib=much",
+        "--trajectory-tokens=-100",
+        "--trajectory-tokens=0",
+        "--trajectory-tokens=1.5",
+    ],
+)
 def test_x8_impossible_numbers_are_refused(argument, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", "configs/local.yaml", argument])
@@ -300,8 +396,13 @@ def test_x8_impossible_numbers_are_refused(argument, capsys):
 
 
 def test_x8_what_needs_a_gpu_can_be_planned_without_one(capsys):
-    settings = ["policy.parallel.context=2", "train.pack_layout=merge", "policy.recompute=[moe_act]", "policy.ranks=2",
-                "policy.parallel.expert=1"]
+    settings = [
+        "policy.parallel.context=2",
+        "train.pack_layout=merge",
+        "policy.recompute=[moe_act]",
+        "policy.ranks=2",
+        "policy.parallel.expert=1",
+    ]
     assert cli.main(["plan", "configs/local.yaml", *settings]) == 0
     assert cli.main(["plan", "configs/local.yaml", "policy.parallel.tensor=3"]) == 2
     assert "error: policy.parallel.tensor = 3: does not divide" in capsys.readouterr().err

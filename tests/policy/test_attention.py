@@ -17,7 +17,10 @@ def some_tries() -> list[Trie]:
     tries = []
     for _ in range(25):
         groups = [random_group(dice, id, "none", 0.0) for id in range(dice.randint(1, 3))]
-        tries += [m.trie for m in lay_out(samples_of(*groups), 1, 10_000, align_tokens=dice.choice([1, 4]))[0][0]]
+        tries += [
+            m.trie
+            for m in lay_out(samples_of(*groups), 1, 10_000, align_tokens=dice.choice([1, 4]))[0][0]
+        ]
     return tries
 
 
@@ -36,16 +39,22 @@ def test_equals_a_dense_mask(heads, kv_heads):
     branched = 0
     for trie in some_tries():
         branched += trie.branches
-        inputs = [torch.randn(len(trie), n, 32, requires_grad=True) for n in (heads, kv_heads, kv_heads)]
+        inputs = [
+            torch.randn(len(trie), n, 32, requires_grad=True) for n in (heads, kv_heads, kv_heads)
+        ]
         grad = torch.randn(len(trie), heads, 32)
         expected = dense(*inputs, trie, 0.2)
         expected_grads = torch.autograd.grad(expected, inputs, grad)
         for block_tokens, short_path in ((1, 0), (5, 3), (16, 0), (16, 8), (64, 512)):
             blocks = blocks_of(trie, heads // kv_heads, block_tokens, short_path)
-            assert [b.start for b in blocks] == [0] + [b.stop for b in blocks[:-1]] and blocks[-1].stop == len(trie)
+            assert [b.start for b in blocks] == [0] + [b.stop for b in blocks[:-1]] and blocks[
+                -1
+            ].stop == len(trie)
             out = _TrieAttention.apply(*inputs, blocks, 0.2)
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-            for ours, theirs in zip(torch.autograd.grad(out, inputs, grad), expected_grads, strict=True):
+            for ours, theirs in zip(
+                torch.autograd.grad(out, inputs, grad), expected_grads, strict=True
+            ):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
     assert branched > 10
 
@@ -79,10 +88,14 @@ def test_memory_grows_with_the_tokens_not_with_their_square():
         trie = long_trie(tokens)
         blocks = blocks_of(trie, groups=4)
         sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.nbytes) or t, lambda t: t
+        ):
             inputs = [torch.randn(tokens, heads, 32, requires_grad=True) for heads in (8, 2, 2)]
             _TrieAttention.apply(*inputs, blocks, 0.2)
-        masks = {b.mask.untyped_storage().data_ptr(): b.mask.untyped_storage().nbytes() for b in blocks}
+        masks = {
+            b.mask.untyped_storage().data_ptr(): b.mask.untyped_storage().nbytes() for b in blocks
+        }
         return sum(sizes) + sum(masks.values())
 
     small, large = kept(2000), kept(8000)

@@ -40,7 +40,9 @@ def test_tokens_meet_their_rotary_frequencies(size):
         picked = []
         for start, stop in zip(own.padded_starts[:-1], own.padded_starts[1:]):
             local = torch.empty((stop - start) // size)
-            picked.append(_get_thd_freqs_on_this_cp_rank(rank, size, local, frequencies, int(start)))
+            picked.append(
+                _get_thd_freqs_on_this_cp_rank(rank, size, local, frequencies, int(start))
+            )
         picked = torch.cat(picked).numpy()
         real = own.take >= 0
         assert np.array_equal(picked[real], trie.position[own.take[real]])

@@ -31,7 +31,11 @@ COMBINED = ("vpp2", "tp2_pp2_uneven", "pp2_ep2", "tp2_ep2_etp2")
 STEP_CASES = [
     (m, lay)
     for m, lay in CASES
-    if (lay in ("tp2", "pp2") if m in VARIANTS else m in ("llama", "qwen3_moe") or lay not in COMBINED)
+    if (
+        lay in ("tp2", "pp2")
+        if m in VARIANTS
+        else m in ("llama", "qwen3_moe") or lay not in COMBINED
+    )
 ]
 
 
@@ -48,7 +52,10 @@ def test_logprobs_equal_transformers_and_export_is_bit_exact(name, layout, ranks
     found = {key: values for part, _ in results for key, values in part.items()}
     assert len(found) == tokens[:, 1:].numel()
     for (sequence, at), values in found.items():
-        target = [expected[sequence, at - 1, tokens[sequence, at]].item(), entropies[sequence, at - 1].item()]
+        target = [
+            expected[sequence, at - 1, tokens[sequence, at]].item(),
+            entropies[sequence, at - 1].item(),
+        ]
         np.testing.assert_allclose(values, target, atol=2e-4)
     assert results[0][1] is True, "HF → Megatron → HF changed a tensor"
 
@@ -70,7 +77,9 @@ def _plain_steps(folder) -> list[tuple[float, float]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
     tokens, result = some_tokens(), []
     for _ in range(10):
         optimizer.zero_grad()
@@ -92,11 +101,15 @@ def test_ten_steps_equal_a_plain_loop(name, layout, ranks, models, plain_steps):
     np.testing.assert_allclose(ours, plain_steps(name), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name, layout", [("qwen3_moe", "ep2"), ("qwen3_moe", "tp2_pp2"), ("llama", "tp2")])
+@pytest.mark.parametrize(
+    "name, layout", [("qwen3_moe", "ep2"), ("qwen3_moe", "tp2_pp2"), ("llama", "tp2")]
+)
 def test_bf16_trains(name, layout, ranks, models, plain_steps):
     folder, _ = models(name)
     world, settings = LAYOUTS[layout]
-    steps = ranks(world).run(cases.take_steps, folder=folder, layout=settings, steps=10, precision="bf16")[0]
+    steps = ranks(world).run(
+        cases.take_steps, folder=folder, layout=settings, steps=10, precision="bf16"
+    )[0]
     losses = [s["loss"] for s in steps]
     fp32 = [loss for loss, _ in plain_steps(name)]
     assert losses[-1] < losses[0] - 0.5 * (fp32[0] - fp32[-1])

@@ -10,7 +10,9 @@ from megastep.policy.logprobs import VocabShard, head_rows, row_logprobs
 from megastep.types import LossTable
 
 T, H, VOCAB, PADDED = 30, 8, 19, 24
-SRC = np.array([4, 2, 2, 29, 7, 7, 7, 0, 12, 4], np.int32)  # several targets of one source, in no order
+SRC = np.array(
+    [4, 2, 2, 29, 7, 7, 7, 0, 12, 4], np.int32
+)  # several targets of one source, in no order
 TARGET = np.array([1, 0, 18, 5, 5, 6, 5, 9, 11, 1], np.int32)
 
 
@@ -30,7 +32,9 @@ def loss_table() -> LossTable:
 
 def plain(hidden, weight, temperature):
     logp = (hidden @ weight[:VOCAB].t() / temperature).log_softmax(-1)[torch.from_numpy(SRC).long()]
-    return logp.gather(1, torch.from_numpy(TARGET).long()[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+    return logp.gather(1, torch.from_numpy(TARGET).long()[:, None]).squeeze(1), -(
+        logp.exp() * logp
+    ).sum(-1)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -43,11 +47,16 @@ def test_rows_equal_a_full_softmax(chunk, kept, temperature, group, monkeypatch)
     a, b = torch.randn(2, len(SRC), dtype=torch.float64).float()
     found = []
     for compute in (
-        lambda h, w: row_logprobs(h, w, rows, VocabShard(0, VOCAB, group), temperature, entropy_gradient=True),
+        lambda h, w: row_logprobs(
+            h, w, rows, VocabShard(0, VOCAB, group), temperature, entropy_gradient=True
+        ),
         lambda h, w: plain(h, w, temperature),
     ):
         torch.manual_seed(1)
-        hidden, weight = torch.randn(T, H, requires_grad=True), torch.randn(PADDED, H, requires_grad=True)
+        hidden, weight = (
+            torch.randn(T, H, requires_grad=True),
+            torch.randn(PADDED, H, requires_grad=True),
+        )
         x, entropy = compute(hidden, weight)
         (a @ x + b @ entropy).backward()
         found.append((x, entropy, hidden.grad, weight.grad))
@@ -60,7 +69,9 @@ def test_a_shard_that_only_pads_adds_nothing(group):
     """The last rank of a small vocabulary: no logits, no gradient, and its part of every sum is 0."""
     rows = head_rows(loss_table(), 512, torch.device("cpu"))
     hidden, weight = torch.randn(T, H, requires_grad=True), torch.randn(8, H, requires_grad=True)
-    e, total, _, _ = logprobs._chunk(hidden[rows.src], weight, rows, *rows.chunks[0], VocabShard(24, 0, group), 1.0)
+    e, total, _, _ = logprobs._chunk(
+        hidden[rows.src], weight, rows, *rows.chunks[0], VocabShard(24, 0, group), 1.0
+    )
     assert e.shape == (len(rows.src), 0) and not total.any()
 
 
@@ -71,10 +82,15 @@ def test_memory_is_bounded_by_the_chunk(group, monkeypatch):
     ids = np.arange(sources, dtype=np.int32)
     zero = np.zeros(sources, np.float32)
     table = LossTable(ids, ids, zero, zero, zero, ids, ids, ids)
-    hidden, weight = torch.randn(sources, 16, requires_grad=True), torch.randn(vocab, 16, requires_grad=True)
+    hidden, weight = (
+        torch.randn(sources, 16, requires_grad=True),
+        torch.randn(vocab, 16, requires_grad=True),
+    )
     rows = head_rows(table, 128, torch.device("cpu"))
     with Allocations() as made:
-        x, _ = row_logprobs(hidden, weight, rows, VocabShard(0, vocab, group), 1.0, entropy_gradient=False)
+        x, _ = row_logprobs(
+            hidden, weight, rows, VocabShard(0, vocab, group), 1.0, entropy_gradient=False
+        )
         x.sum().backward()
     chunk = 64 * vocab * 4
     assert made.largest <= chunk
@@ -93,7 +109,11 @@ class Allocations(torch.utils._python_dispatch.TorchDispatchMode):
 
         out = function(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if torch.is_tensor(tensor) and tensor._base is None and not any(tensor is a for a in args):
+            if (
+                torch.is_tensor(tensor)
+                and tensor._base is None
+                and not any(tensor is a for a in args)
+            ):
                 size = tensor.untyped_storage().nbytes()
                 self.alive += size
                 self.largest, self.peak = max(self.largest, size), max(self.peak, self.alive)

@@ -19,15 +19,23 @@ def table(seed=0) -> LossTable:
     step = np.repeat([0, 1, 2, 3], N // 4).astype(np.int32)
     f32 = np.float32
     return LossTable(
-        src=np.arange(N, dtype=np.int32), target=np.zeros(N, np.int32), advantage=random.normal(size=N).astype(f32),
-        weight=random.random(N).astype(f32), rollout_logprob=random.normal(-2, 0.5, N).astype(f32),
-        group=np.zeros(N, np.int32), trajectory=np.zeros(N, np.int32), step=step,
-        old_logprob=random.normal(-2, 0.5, N).astype(f32), ref_logprob=random.normal(-2, 0.5, N).astype(f32),
+        src=np.arange(N, dtype=np.int32),
+        target=np.zeros(N, np.int32),
+        advantage=random.normal(size=N).astype(f32),
+        weight=random.random(N).astype(f32),
+        rollout_logprob=random.normal(-2, 0.5, N).astype(f32),
+        group=np.zeros(N, np.int32),
+        trajectory=np.zeros(N, np.int32),
+        step=step,
+        old_logprob=random.normal(-2, 0.5, N).astype(f32),
+        ref_logprob=random.normal(-2, 0.5, N).astype(f32),
     )
 
 
 def logprobs(seed=1) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).normal(-2, 0.5, N).astype(np.float32)).requires_grad_()
+    return torch.from_numpy(
+        np.random.default_rng(seed).normal(-2, 0.5, N).astype(np.float32)
+    ).requires_grad_()
 
 
 def run(config: LossConfig, loss: LossTable, x: torch.Tensor, entropy=None):
@@ -55,35 +63,45 @@ def expected(config: LossConfig, loss: LossTable, x: np.ndarray) -> float:
             if config.dual_clip and a < 0:
                 term = min(term, -config.dual_clip * a)
         gap = old - loss.rollout_logprob
-        importance = math.exp(gap[mine].sum() if config.importance_sampling.level == "step" else gap[i])
+        importance = math.exp(
+            gap[mine].sum() if config.importance_sampling.level == "step" else gap[i]
+        )
         if config.importance_sampling.mode == "truncate":
             term *= min(importance, config.importance_sampling.high)
         elif config.importance_sampling.mode == "mask":
             term *= config.importance_sampling.low <= importance <= config.importance_sampling.high
         d = loss.ref_logprob[i] - x[i]
-        term += config.kl_coef * min(math.exp(d) - d - 1 if config.kl_estimator == "k3" else d * d / 2, 10)
+        term += config.kl_coef * min(
+            math.exp(d) - d - 1 if config.kl_estimator == "k3" else d * d / 2, 10
+        )
         total += loss.weight[i] * (term - config.entropy_coef * 1.5)
     return total
 
 
-@pytest.mark.parametrize("settings", [
-    dict(type="ppo_clip"),
-    dict(type="ppo_clip", clip_low=0.1, clip_high=0.4),
-    dict(type="ppo_clip", dual_clip=1.5),
-    dict(type="ppo_clip", old_logprobs="rollout"),
-    dict(type="gspo", clip_low=0.05, clip_high=0.05),
-    dict(type="cispo", clip_high=0.3),
-    dict(type="cispo", clip_low=0.2, clip_high=0.3),
-    dict(type="reinforce"),
-    dict(type="nll"),
-    dict(type="ppo_clip", kl_coef=0.1),
-    dict(type="reinforce", kl_coef=0.1, kl_estimator="k2"),
-    dict(type="reinforce", entropy_coef=0.2),
-    dict(type="ppo_clip", importance_sampling=IS(mode="truncate", high=1.2)),
-    dict(type="ppo_clip", importance_sampling=IS(mode="truncate", level="step", high=1.2)),
-    dict(type="reinforce", importance_sampling=IS(mode="mask", low=0.8, high=1.2)),
-    dict(type="reinforce", importance_sampling=IS(mode="mask", level="step", low=0.2, high=5.0)),
-], ids=lambda s: "-".join(map(str, s.values())))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(type="ppo_clip"),
+        dict(type="ppo_clip", clip_low=0.1, clip_high=0.4),
+        dict(type="ppo_clip", dual_clip=1.5),
+        dict(type="ppo_clip", old_logprobs="rollout"),
+        dict(type="gspo", clip_low=0.05, clip_high=0.05),
+        dict(type="cispo", clip_high=0.3),
+        dict(type="cispo", clip_low=0.2, clip_high=0.3),
+        dict(type="reinforce"),
+        dict(type="nll"),
+        dict(type="ppo_clip", kl_coef=0.1),
+        dict(type="reinforce", kl_coef=0.1, kl_estimator="k2"),
+        dict(type="reinforce", entropy_coef=0.2),
+        dict(type="ppo_clip", importance_sampling=IS(mode="truncate", high=1.2)),
+        dict(type="ppo_clip", importance_sampling=IS(mode="truncate", level="step", high=1.2)),
+        dict(type="reinforce", importance_sampling=IS(mode="mask", low=0.8, high=1.2)),
+        dict(
+            type="reinforce", importance_sampling=IS(mode="mask", level="step", low=0.2, high=5.0)
+        ),
+    ],
+    ids=lambda s: "-".join(map(str, s.values())),
+)
 def test_formulas(settings):
     config, loss, x = LossConfig(**settings), table(), logprobs()
     found, _ = run(config, loss, x)
@@ -93,7 +111,9 @@ def test_formulas(settings):
 @pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "cispo", "reinforce", "nll"])
 def test_cutting_rows_between_steps_changes_nothing(kind):
     """X4: loss, gradient and metrics of the parts add up, wherever steps are parted."""
-    config = LossConfig(type=kind, kl_coef=0.1, importance_sampling=IS(mode="truncate", level="step"))
+    config = LossConfig(
+        type=kind, kl_coef=0.1, importance_sampling=IS(mode="truncate", level="step")
+    )
     loss = table()
     whole_x, parts_x = logprobs(), logprobs()
     whole, account = run(config, loss, whole_x)
@@ -124,14 +144,14 @@ def test_gspo_has_the_gradient_of_the_sequence_ratio():
 
 def test_a_filler_is_inert():
     """S14: neither loss, gradient nor metric knows of it, be its logprob what it may."""
-    filler = table(2).take(slice(0, 1))
-    filler.weight[:] = 0
-    filler.group[:] = filler.trajectory[:] = filler.step[:] = -1
-    filler.rollout_logprob[:] = filler.old_logprob[:] = 0
+    padding = table(2).take(slice(0, 1))
+    padding.weight[:] = 0
+    padding.group[:] = padding.trajectory[:] = padding.step[:] = -1
+    padding.rollout_logprob[:] = padding.old_logprob[:] = 0
     for kind in ("ppo_clip", "gspo", "cispo", "reinforce", "nll"):
         config = LossConfig(type=kind)
         x = torch.full((1,), -300.0, requires_grad=True)
-        found, account = run(config, filler, x)
+        found, account = run(config, padding, x)
         found.backward()
         assert found.item() == 0 and x.grad.item() == 0
         assert not account.sums.any() and not account.bad.any()
@@ -139,14 +159,23 @@ def test_a_filler_is_inert():
     assert means(dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0))["train/loss"] == 0.0
 
 
-@pytest.mark.parametrize("kind, low, high", [("ppo_clip", 0.8, 1.2), ("gspo", 1 - 3e-4, 1 + 4e-4), ("cispo", 0, 5)])
+@pytest.mark.parametrize(
+    "kind, low, high", [("ppo_clip", 0.8, 1.2), ("gspo", 1 - 3e-4, 1 + 4e-4), ("cispo", 0, 5)]
+)
 def test_clip_bounds_that_are_not_given_are_those_of_the_loss(kind, low, high):
     """A13: the ratio at which a term stops following it. cispo has no lower bound (MiniMax-M1)."""
-    for given, lower, upper in (({}, low, high), (dict(clip_low=0.5), 0.5, high), (dict(clip_high=0.7), low, 1.7)):
+    for given, lower, upper in (
+        ({}, low, high),
+        (dict(clip_low=0.5), 0.5, high),
+        (dict(clip_high=0.7), low, 1.7),
+    ):
         for ratio in (1e-4, lower - 1e-5, lower + 1e-5, upper - 1e-4, upper + 1e-4, 50.0):
             if ratio <= 0:
                 continue
-            for advantage in (1.0, -1.0):  # the clipped surrogate is bounded above for one, below for the other
+            for advantage in (
+                1.0,
+                -1.0,
+            ):  # the clipped surrogate is bounded above for one, below for the other
                 factor = factor_of(LossConfig(type=kind, **given), ratio, advantage)
                 bounded = min(max(ratio, lower), upper)
                 if kind != "cispo" and advantage * ratio < advantage * bounded:
@@ -163,10 +192,19 @@ def factor_of(config: LossConfig, ratio: float, advantage: float) -> float:
     return -found.item() / advantage / (x.item() if config.type == "cispo" else 1.0)
 
 
-@pytest.mark.parametrize("estimate, d, clamped", [
-    ("k3", 2.6, False), ("k3", 2.7, True), ("k3", 15.0, True), ("k3", -10.9, False), ("k3", -11.1, True),
-    ("k2", 4.4, False), ("k2", -4.5, True), ("k2", 200.0, True),
-])
+@pytest.mark.parametrize(
+    "estimate, d, clamped",
+    [
+        ("k3", 2.6, False),
+        ("k3", 2.7, True),
+        ("k3", 15.0, True),
+        ("k3", -10.9, False),
+        ("k3", -11.1, True),
+        ("k2", 4.4, False),
+        ("k2", -4.5, True),
+        ("k2", 200.0, True),
+    ],
+)
 def test_the_kl_estimate_is_bounded_and_the_bound_is_counted(estimate, d, clamped):
     """A8: at the bound a token has no gradient of the KL."""
     loss, x = table(), logprobs()
@@ -178,7 +216,9 @@ def test_the_kl_estimate_is_bounded_and_the_bound_is_counted(estimate, d, clampe
     value = math.exp(d) - d - 1 if estimate == "k3" else d * d / 2
     assert found.item() == pytest.approx(0.5 * loss.weight[3] * min(value, KL_MAX), rel=1e-3)
     assert (x.grad[3] == 0) == clamped
-    metrics = means(dict(zip(SUMS, account.sums.tolist())), dict(zip(MAXIMA, account.maxima.tolist())))
+    metrics = means(
+        dict(zip(SUMS, account.sums.tolist())), dict(zip(MAXIMA, account.maxima.tolist()))
+    )
     assert metrics["train/kl_clamped_fraction"] == pytest.approx(clamped / N)
     assert metrics["train/kl_reference"] == pytest.approx(min(value, KL_MAX) / N, rel=1e-3)
 
@@ -193,7 +233,9 @@ def test_one_outlier_does_not_own_the_clipped_gradient():
     (after,) = torch.autograd.grad(outlier, x)
     clipped = after / max(after.norm().item(), 1.0)
     others = np.arange(N) != 3
-    torch.testing.assert_close(clipped[others], before[others] / max(before.norm().item(), 1.0), rtol=0.1, atol=1e-3)
+    torch.testing.assert_close(
+        clipped[others], before[others] / max(before.norm().item(), 1.0), rtol=0.1, atol=1e-3
+    )
     assert clipped[3].square() < 0.2 * clipped.square().sum()
 
 
@@ -207,13 +249,17 @@ def test_without_old_logprobs_the_ratio_is_one_and_its_gradient_is_not():
     assert account.sums[SUMS.index("ratio")] == N
 
 
-@pytest.mark.parametrize("settings, change", [
-    (dict(type="ppo_clip", old_logprobs="rollout"), dict(advantage=1.0)),
-    (dict(type="ppo_clip", old_logprobs="rollout", dual_clip=3.0), dict(advantage=-1.0)),
-    (dict(type="ppo_clip", old_logprobs="rollout"), dict(weight=0.0)),
-    (dict(type="reinforce", importance_sampling=IS(mode="mask")), dict(old_logprob=200.0)),
-    (dict(type="reinforce", kl_coef=0.1), dict(ref_logprob=200.0)),
-], ids=["clipped", "dual_clip", "weight_0", "masked", "kl"])
+@pytest.mark.parametrize(
+    "settings, change",
+    [
+        (dict(type="ppo_clip", old_logprobs="rollout"), dict(advantage=1.0)),
+        (dict(type="ppo_clip", old_logprobs="rollout", dual_clip=3.0), dict(advantage=-1.0)),
+        (dict(type="ppo_clip", old_logprobs="rollout"), dict(weight=0.0)),
+        (dict(type="reinforce", importance_sampling=IS(mode="mask")), dict(old_logprob=200.0)),
+        (dict(type="reinforce", kl_coef=0.1), dict(ref_logprob=200.0)),
+    ],
+    ids=["clipped", "dual_clip", "weight_0", "masked", "kl"],
+)
 def test_a_far_off_row_does_not_spoil_the_others(settings, change):
     loss, x = table(), logprobs()
     loss.rollout_logprob[3] = -200.0  # exp of the difference is more than a float holds
@@ -244,7 +290,9 @@ def test_mismatch_metrics_are_those_of_the_rows_that_recorded_logprobs():
     config = LossConfig(type="ppo_clip", importance_sampling=IS(mode="truncate"))
     found, account = run(config, loss, x)
     assert math.isfinite(found.item())
-    metrics = means(dict(zip(SUMS, account.sums.tolist())), dict(zip(MAXIMA, account.maxima.tolist())))
+    metrics = means(
+        dict(zip(SUMS, account.sums.tolist())), dict(zip(MAXIMA, account.maxima.tolist()))
+    )
     gap = np.delete(loss.old_logprob - loss.rollout_logprob, 3)
     assert metrics["mismatch/kl"] == pytest.approx(np.mean(np.exp(gap) - gap - 1), rel=1e-5)
     assert metrics["mismatch/max_abs"] == pytest.approx(np.abs(gap).max(), rel=1e-6)

@@ -3,16 +3,20 @@
 import pytest
 import torch
 
-from megastep.models.architecture import read_architecture
 from megastep.config import ParallelConfig, PolicyConfig
 from megastep.distributed import parallel
+from megastep.models.architecture import read_architecture
 from megastep.policy.model import build_model
 from megastep.weights.mapping import rows_of, to_megatron
 from megastep.weights.megatron import cut_of, global_name
 
 BIG = {
     "qwen3-30b-a3b": (30.5e9, 16, ParallelConfig(tensor=2, pipeline=2, expert=4)),
-    "qwen3-235b-a22b": (235.1e9, 32, ParallelConfig(tensor=4, pipeline=4, expert=8, layers_per_stage=[23, 24, 24, 23])),
+    "qwen3-235b-a22b": (
+        235.1e9,
+        32,
+        ParallelConfig(tensor=4, pipeline=4, expert=8, layers_per_stage=[23, 24, 24, 23]),
+    ),
 }
 
 
@@ -34,7 +38,12 @@ def test_tables_cover_every_parameter_of_every_rank_exactly_once(name):
                     row = rows[row_name]  # KeyError: a parameter that no table knows
                     cut, cuts = cut_of(row, place)
                     assert param.is_meta
-                    assert param.shape == to_megatron(row, lambda hf: torch.empty(shapes[hf]), arch, cut, cuts).shape
+                    assert (
+                        param.shape
+                        == to_megatron(
+                            row, lambda hf: torch.empty(shapes[hf]), arch, cut, cuts
+                        ).shape
+                    )
                     assert seen[row_name].setdefault(cut, param.shape) == param.shape
     total = 0
     for row_name, cuts in seen.items():
@@ -60,5 +69,7 @@ def _parameters_by_transformers(name: str) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"configs/models/{name}"))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(f"configs/models/{name}")
+        )
     return sum(p.numel() for p in model.parameters())

@@ -15,14 +15,20 @@ def test_x8_an_offloaded_optimizer_can_be_saved_and_loaded_before_its_first_step
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     weight = torch.nn.Parameter(torch.full((4,), 2.0, dtype=torch.bfloat16))
     hybrid = HybridDeviceOptimizer(
-        [{"params": [weight]}], offload_fraction=1.0, cpu_optimizer_cls=torch.optim.AdamW,
-        gpu_optimizer_cls=torch.optim.AdamW, param_update_in_fp32=True, overlap_cpu_optimizer_d2h_h2d=False,
+        [{"params": [weight]}],
+        offload_fraction=1.0,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=False,
     )
     _allocate_adam_state(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=hybrid)]))
     hybrid.load_state_dict(hybrid.state_dict())
     state = hybrid.state[weight]
     assert set(state) == {"step", "exp_avg", "exp_avg_sq", "master_param"}
-    assert state["master_param"].dtype == torch.float32 and state["master_param"].tolist() == [2.0] * 4
+    assert (
+        state["master_param"].dtype == torch.float32 and state["master_param"].tolist() == [2.0] * 4
+    )
 
 
 LR = 0.01
@@ -32,7 +38,12 @@ SCHEDULES = {  # schedule, warm-up, min_lr: the learning rates of the updates, b
     ("linear", 0, 0.002): [0.01, 0.008, 0.006, 0.004],
     ("linear", 1, 0.0): [0.01, 0.0075, 0.005, 0.0025],
     ("cosine", 0, 0.0): [0.01, 0.01 * (2 + 2**0.5) / 4, 0.005, 0.01 * (2 - 2**0.5) / 4],
-    ("cosine", 0, 0.002): [0.01, 0.002 + 0.008 * (2 + 2**0.5) / 4, 0.006, 0.002 + 0.008 * (2 - 2**0.5) / 4],
+    ("cosine", 0, 0.002): [
+        0.01,
+        0.002 + 0.008 * (2 + 2**0.5) / 4,
+        0.006,
+        0.002 + 0.008 * (2 - 2**0.5) / 4,
+    ],
     ("constant", 2, 0.0): [0.005, 0.01, 0.01, 0.01],
     ("linear", 2, 0.0): [0.005, 0.01, 0.01 * 2 / 3, 0.01 / 3],
     ("cosine", 2, 0.0): [0.005, 0.01, 0.0075, 0.0025],
@@ -40,15 +51,24 @@ SCHEDULES = {  # schedule, warm-up, min_lr: the learning rates of the updates, b
 }
 
 
-RESUMED = {("constant", 2, 0.0): 1, ("linear", 0, 0.0): 2, ("cosine", 2, 0.0): 3}  # after so many updates
+RESUMED = {
+    ("constant", 2, 0.0): 1,
+    ("linear", 0, 0.0): 2,
+    ("cosine", 2, 0.0): 3,
+}  # after so many updates
 RUNS = [(key, 0) for key in SCHEDULES] + list(RESUMED.items())
 
 
 @pytest.fixture(scope="module")
 def rates_and_moves(ranks, models, tmp_path_factory) -> dict:
-    wanted = [({"lr": LR, "schedule": s, "warmup_steps": w, "min_lr": low}, 4, resume) for (s, w, low), resume in RUNS]
+    wanted = [
+        ({"lr": LR, "schedule": s, "warmup_steps": w, "min_lr": low}, 4, resume)
+        for (s, w, low), resume in RUNS
+    ]
     root = tmp_path_factory.mktemp("rates")
-    results = ranks(1).run(cases.learning_rates, folder=models("llama")[0], root=str(root), schedules=wanted)[0]
+    results = ranks(1).run(
+        cases.learning_rates, folder=models("llama")[0], root=str(root), schedules=wanted
+    )[0]
     return dict(zip(RUNS, results, strict=True))
 
 

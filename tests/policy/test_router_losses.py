@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megastep.config import ParallelConfig
-from megastep.policy import batch
 from megastep.distributed import parallel
+from megastep.policy import batch
 from megastep.samples.packing import join
 from tests import cases
 from tests.models import MOE, some_tokens
@@ -14,7 +14,7 @@ from tests.policy.updates import hf_state
 
 MODEL = "qwen3_moe"
 BALANCE, Z = 0.3, 0.02
-# ranks, layout, multiple of tokens that the micro-batch of 60 is padded to, fillers after it, settings
+# ranks, layout, multiple of tokens that the micro-batch of 60 is padded to, paddings after it, settings
 CASES = {
     "one rank": (1, {}, 1, 0, {}),
     "padding tokens": (1, {}, 64, 0, {}),
@@ -39,7 +39,9 @@ def plain_gradients(models) -> dict[str, np.ndarray]:
     for layer in model.model.layers:
         gate = layer.mlp.gate
         gate.register_forward_hook(
-            lambda gate, inputs, _: logits.append(inputs[0].reshape(-1, gate.hidden_dim) @ gate.weight.T)
+            lambda gate, inputs, _: logits.append(
+                inputs[0].reshape(-1, gate.hidden_dim) @ gate.weight.T
+            )
         )
     model(some_tokens()[:, :-1])
     assert len(logits) == 4
@@ -54,7 +56,9 @@ def plain_gradients(models) -> dict[str, np.ndarray]:
 def _router_loss(logits: torch.Tensor) -> torch.Tensor:
     tokens, experts = logits.shape
     probabilities = logits.softmax(-1)
-    chosen = torch.bincount(logits.topk(MOE["num_experts_per_tok"]).indices.flatten(), minlength=experts)
+    chosen = torch.bincount(
+        logits.topk(MOE["num_experts_per_tok"]).indices.flatten(), minlength=experts
+    )
     share = chosen / (tokens * MOE["num_experts_per_tok"])
     balance = experts * (share * probabilities.mean(0)).sum()
     return BALANCE * balance + Z * logits.logsumexp(-1).square().mean()
@@ -62,15 +66,22 @@ def _router_loss(logits: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a5_padding_adds_nothing_to_router_losses(case, plain_gradients, ranks, models):
-    world, layout, align, fillers, settings = CASES[case]
+    world, layout, align, paddings, settings = CASES[case]
     gradients = ranks(world).run(
-        cases.router_loss_gradients, folder=models(MODEL)[0], layout=layout, align=align, fillers=fillers,
+        cases.router_loss_gradients,
+        folder=models(MODEL)[0],
+        layout=layout,
+        align=align,
+        paddings=paddings,
         settings=settings,
     )[0]
     assert gradients.keys() == plain_gradients.keys()
     routers = [name for name in gradients if name.endswith("mlp.gate.weight")]
     assert len(routers) == 4 and all(np.abs(plain_gradients[name]).max() > 0.01 for name in routers)
-    for name, expected in plain_gradients.items():  # also of what the routers' hidden states come from
+    for (
+        name,
+        expected,
+    ) in plain_gradients.items():  # also of what the routers' hidden states come from
         tolerance = 1e-4 * np.abs(expected).max() + 1e-6
         np.testing.assert_allclose(gradients[name], expected, atol=tolerance, rtol=0, err_msg=name)
 
@@ -83,5 +94,8 @@ def test_a5_padding_of_context_parallelism_is_marked(context):
     micro_batch.real_tokens = 7  # and one of padding
     with parallel.imagined(ParallelConfig(context=2), context, 2):
         prepared = batch.prepare(micro_batch, 1, False, 16, 1.0, False)
-    padded = {0: [0, 0, 1, 1, 0, 1], 1: [0, 0, 0, 1, 0, 1]}  # by hand: 8 = 2 x 4 tokens of the first, 4 of the second
+    padded = {
+        0: [0, 0, 1, 1, 0, 1],
+        1: [0, 0, 0, 1, 0, 1],
+    }  # by hand: 8 = 2 x 4 tokens of the first, 4 of the second
     assert prepared.padding[0].int().tolist() == padded[context]

@@ -8,8 +8,8 @@ import torch
 
 from megastep.errors import ReplayError, RolloutError
 from megastep.policy.routing_replay import LayerReplay, replayed
-from megastep.types import ExpertShape
 from megastep.samples.validation import validate
+from megastep.types import ExpertShape
 from tests import cases
 from tests.policy.updates import (
     EXPERTS,
@@ -42,7 +42,9 @@ def recorded_in_bf16(model, groups) -> None:
         step.routing = torch.stack(found, 1).numpy().astype(np.uint8)
 
 
-@pytest.mark.parametrize("world, layout", [(1, {}), (2, dict(tensor=2)), (2, dict(pipeline=2, virtual=2))])
+@pytest.mark.parametrize(
+    "world, layout", [(1, {}), (2, dict(tensor=2)), (2, dict(pipeline=2, virtual=2))]
+)
 def test_training_follows_the_recorded_experts(world, layout, ranks, models):
     """Recorded in bf16, trained in fp32: exactly the logprobs that transformers has with those experts forced."""
     folder, model = models(MODEL)
@@ -50,7 +52,9 @@ def test_training_follows_the_recorded_experts(world, layout, ranks, models):
     recorded_in_bf16(model, groups)
     validate(groups, experts=SHAPE)
     results = ranks(world).run(cases.logprobs_of, folder=folder, layout=layout, groups=groups)
-    free = ranks(world).run(cases.logprobs_of, folder=folder, layout=layout, groups=groups, replay=False)
+    free = ranks(world).run(
+        cases.logprobs_of, folder=folder, layout=layout, groups=groups, replay=False
+    )
     checked = moved = 0
     for group in groups:
         for trajectory in group.trajectories:
@@ -58,13 +62,21 @@ def test_training_follows_the_recorded_experts(world, layout, ranks, models):
                 routes = torch.from_numpy(step.routing.astype(np.int64))
                 with forced(model, routes), torch.no_grad():
                     ids = torch.from_numpy(ids_of(step).astype(np.int64))
-                    logp = model(ids[None, :-1]).logits[0].log_softmax(-1)[len(step.prompt_ids) - 1 :]
-                expected = logp.gather(1, ids[len(step.prompt_ids) :, None]).squeeze(1).numpy()[step.loss_mask]
+                    logp = (
+                        model(ids[None, :-1]).logits[0].log_softmax(-1)[len(step.prompt_ids) - 1 :]
+                    )
+                expected = (
+                    logp.gather(1, ids[len(step.prompt_ids) :, None])
+                    .squeeze(1)
+                    .numpy()[step.loss_mask]
+                )
                 key = (group.id, trajectory.index, step.index)
                 np.testing.assert_allclose(found_for(results, key), expected, atol=2e-5)
                 moved += np.abs(found_for(free, key) - expected).max() > 1e-4
                 checked += 1
-    assert checked > 10 and moved > 0, "no route differed between bf16 and fp32: the test shows nothing"
+    assert checked > 10 and moved > 0, (
+        "no route differed between bf16 and fp32: the test shows nothing"
+    )
 
 
 def found_for(results, key) -> np.ndarray:
@@ -89,7 +101,9 @@ def test_tokens_without_a_record_are_routed_live(ranks, models):
         ids = torch.from_numpy(ids_of(step).astype(np.int64))
         logp = model(ids[None, :-1]).logits[0].log_softmax(-1)[len(step.prompt_ids) - 1 :]
     expected = logp.gather(1, ids[len(step.prompt_ids) :, None]).squeeze(1).numpy()
-    np.testing.assert_allclose(found[group.id, group.trajectories[0].index, step.index], expected, atol=2e-5)
+    np.testing.assert_allclose(
+        found[group.id, group.trajectories[0].index, step.index], expected, atol=2e-5
+    )
     with torch.no_grad():
         live, _ = plain_logprobs(model, step, replay=False)
     assert np.abs(live.numpy() - expected).max() > 1e-4
@@ -107,7 +121,11 @@ def test_shifted_routes_are_not_trained_on(ranks, models):
         step.routing = np.roll(step.routing, 1, axis=0)
     validate(shifted, experts=SHAPE)  # nothing to see from the outside
     error, unchanged, agreement = ranks(2).run(
-        cases.shifted_then_right, folder=folder, layout=dict(expert=2), shifted=shifted, groups=groups
+        cases.shifted_then_right,
+        folder=folder,
+        layout=dict(expert=2),
+        shifted=shifted,
+        groups=groups,
     )[0]
     assert "the live routers agree with" in error and "routing_replay.min_agreement" in error
     assert unchanged
@@ -122,6 +140,7 @@ def problems_of(groups, shape=SHAPE) -> list[str]:
 
 def test_bad_routes_are_refused_at_the_door():
     """By step, before anything is trained: a missing, short, long or impossible record."""
+
     def broken(change):
         groups = make_groups(replay=True)
         step = groups[1].trajectories[2].steps[0]
@@ -134,6 +153,7 @@ def test_bad_routes_are_refused_at_the_door():
     def put(value):
         def change(step):
             step.routing[3, 2, 1] = value
+
         return change
 
     def twice(step):
@@ -194,7 +214,10 @@ def test_the_router_keeps_its_gradient_and_free_tokens_their_choice():
 
 def test_what_is_given_must_be_used():
     layer = LayerReplay(2)
-    with pytest.raises(ReplayError, match="layer 2: not all routes were used"), replayed([layer], False):
+    with (
+        pytest.raises(ReplayError, match="layer 2: not all routes were used"),
+        replayed([layer], False),
+    ):
         layer.give(torch.zeros(3, TOP_K, dtype=torch.int64))
     with pytest.raises(ReplayError, match="did not use its routes"), replayed([layer], False):
         layer.give(torch.zeros(3, TOP_K, dtype=torch.int64))
@@ -203,7 +226,10 @@ def test_what_is_given_must_be_used():
         layer.give(torch.tensor([[0, 1]]))
         choose(layer, torch.randn(1, EXPERTS))
         choose(layer, torch.randn(1, EXPERTS))
-    with pytest.raises(ReplayError, match="routes \\[2, 2\\] for \\[3, 2\\] choices"), replayed([layer], False):
+    with (
+        pytest.raises(ReplayError, match="routes \\[2, 2\\] for \\[3, 2\\] choices"),
+        replayed([layer], False),
+    ):
         layer.give(torch.tensor([[0, 1], [0, 1]]))
         choose(layer, torch.randn(3, EXPERTS))
     # Every error above has left it clean: without routes the live router decides.
@@ -215,7 +241,10 @@ def test_what_is_given_must_be_used():
 def test_a_batch_without_any_routes_is_not_trained_on(ranks, models):
     folder, _ = models(MODEL)
     error, unchanged, _ = ranks(2).run(
-        cases.shifted_then_right, folder=folder, layout=dict(expert=2), shifted=make_groups(replay=False),
+        cases.shifted_then_right,
+        folder=folder,
+        layout=dict(expert=2),
+        shifted=make_groups(replay=False),
         groups=make_groups(replay=False),
     )[0]
     assert "no step of the batch has recorded any" in error and unchanged

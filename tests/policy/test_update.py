@@ -38,22 +38,33 @@ def plain(models):
     return {replay: plain_update(folder, make_groups(replay), replay) for replay in (True, False)}
 
 
-@pytest.mark.parametrize("layout, recompute", [
-    *((layout, []) for layout in LAYOUTS),
-    *((layout, ["full"]) for layout in ("dp1", "tp2_pp2", "vpp2")),
-    ("ep2", ["moe", "core_attn"]),
-])
+@pytest.mark.parametrize(
+    "layout, recompute",
+    [
+        *((layout, []) for layout in LAYOUTS),
+        *((layout, ["full"]) for layout in ("dp1", "tp2_pp2", "vpp2")),
+        ("ep2", ["moe", "core_attn"]),
+    ],
+)
 def test_one_update_equals_the_plain_loop(layout, recompute, ranks, models, plain):
     folder, _ = models(MODEL)
     world, settings = LAYOUTS[layout]
     combinations = EVERYTHING if layout in ("dp1", "tp2") and not recompute else SOME
     results = ranks(world).run(
-        cases.updates, folder=folder, layout=settings, combinations=combinations, recompute=recompute
+        cases.updates,
+        folder=folder,
+        layout=settings,
+        combinations=combinations,
+        recompute=recompute,
     )
     for combination, result in zip(combinations, results[0], strict=True):
         expected = plain[combination["replay"]]
-        np.testing.assert_allclose(result["loss"], expected["loss"], rtol=1e-4, atol=1e-6, err_msg=str(combination))
-        np.testing.assert_allclose(result["grad_norm"], expected["grad_norm"], rtol=1e-4, err_msg=str(combination))
+        np.testing.assert_allclose(
+            result["loss"], expected["loss"], rtol=1e-4, atol=1e-6, err_msg=str(combination)
+        )
+        np.testing.assert_allclose(
+            result["grad_norm"], expected["grad_norm"], rtol=1e-4, err_msg=str(combination)
+        )
         assert result["parameters"].keys() == expected["parameters"].keys()
         for name, value in expected["parameters"].items():
             off = np.abs(result["parameters"][name] - value).max()

@@ -37,12 +37,16 @@ def assert_same(found: dict, expected: dict, atol=2e-5) -> None:
         np.testing.assert_allclose(found[key], values, atol=atol, err_msg=str(key))
 
 
-@pytest.mark.parametrize("world, layout, budget", [(2, {}, 60), (4, dict(tensor=2, pipeline=2), 60), (2, {}, 4096)])
+@pytest.mark.parametrize(
+    "world, layout, budget", [(2, {}, 60), (4, dict(tensor=2, pipeline=2), 60), (2, {}, 4096)]
+)
 def test_old_logprobs_are_those_of_their_rows(world, layout, budget, ranks, models):
-    """S14: also where micro-batches do not divide by ranks and fillers stand in."""
+    """S14: also where micro-batches do not divide by ranks and paddings stand in."""
     folder, _ = models(MODEL)
     groups = make_groups(replay=False, prompts=1)
-    results = ranks(world).run(cases.old_logprobs, folder=folder, layout=layout, groups=groups, budget=budget)
+    results = ranks(world).run(
+        cases.old_logprobs, folder=folder, layout=layout, groups=groups, budget=budget
+    )
     assert_same(merged(results), plain(models, groups))
 
 
@@ -50,7 +54,9 @@ def test_the_reference_is_the_initial_model(ranks, models):
     """Its logprobs stay after updates, and the policy has its own weights back."""
     folder, _ = models(MODEL)
     groups = make_groups(replay=False)
-    results = ranks(2).run(cases.reference_after_updates, folder=folder, layout=dict(expert=2), groups=groups)
+    results = ranks(2).run(
+        cases.reference_after_updates, folder=folder, layout=dict(expert=2), groups=groups
+    )
     before, after, reference, policy_again = ([r[i] for r in results] for i in range(4))
     assert_same(merged(reference), plain(models, groups))
     assert_same(merged(policy_again), merged(after), atol=0)
@@ -61,19 +67,29 @@ def test_logprobs_are_those_of_the_sampling_temperature(ranks, models):
     folder, _ = models(MODEL)
     groups = make_groups(replay=False, prompts=1)
     found = ranks(2).run(
-        cases.logprobs_of, folder=folder, layout=dict(tensor=2), groups=groups, replay=False, temperature=0.6
+        cases.logprobs_of,
+        folder=folder,
+        layout=dict(tensor=2),
+        groups=groups,
+        replay=False,
+        temperature=0.6,
     )
     assert_same(merged(found), plain(models, groups, temperature=0.6))
 
 
-@pytest.mark.parametrize("trouble, named", [
-    ("advantage", "loss of group 1, trajectory 2, step 0"),
-    ("gradient", "gradient of module.decoder.layers"),
-])
+@pytest.mark.parametrize(
+    "trouble, named",
+    [
+        ("advantage", "loss of group 1, trajectory 2, step 0"),
+        ("gradient", "gradient of module.decoder.layers"),
+    ],
+)
 @pytest.mark.parametrize("layout", [dict(expert=2), dict(pipeline=2)])
 def test_a_step_that_is_not_finite_is_skipped_and_named(layout, trouble, named, ranks, models):
     folder, _ = models(MODEL)
-    results = ranks(2).run(cases.bad_then_good_update, folder=folder, layout=layout, trouble=trouble)
+    results = ranks(2).run(
+        cases.bad_then_good_update, folder=folder, layout=layout, trouble=trouble
+    )
     for skipped, metric, unchanged, then_changed, then_skipped in results:
         assert named in skipped and "not finite" in skipped
         assert metric == 1.0 and unchanged
@@ -91,7 +107,9 @@ def test_a10_a_mini_batch_without_a_trained_token_makes_no_step(ranks, models):
             assert empty.pop("train/lr") == pytest.approx(0.75e-3)
             assert empty == {"train/tokens_trained": 0, "train/empty_mini_batches": 1}
             for metrics, lr in ((trains, 1e-3), (trains_again, 0.5e-3)):
-                assert metrics["train/empty_mini_batches"] == 0 and metrics["train/tokens_trained"] > 0
+                assert (
+                    metrics["train/empty_mini_batches"] == 0 and metrics["train/tokens_trained"] > 0
+                )
                 assert metrics["train/lr"] == pytest.approx(lr)
 
 
@@ -99,43 +117,67 @@ def test_a10_mini_batches_that_are_masked_altogether_are_counted(ranks, models):
     """With filters.truncated=mask: two mini-batches, of which both, none and one train."""
     folder, _ = models("llama")
     results = ranks(1).run(cases.learn_with_masked, folder=folder, masked=[[], [0, 1], [0]])[0]
-    counted = [(m["train/empty_mini_batches"], m["train/optimizer_steps"], moved) for m, moved in results]
+    counted = [
+        (m["train/empty_mini_batches"], m["train/optimizer_steps"], moved) for m, moved in results
+    ]
     assert counted == [(0, 2, True), (2, 0, False), (1, 1, True)]
     for name in ("train/loss", "train/skipped"):
         assert [name in metrics for metrics, _ in results] == [True, False, True]
 
 
-@pytest.mark.parametrize("world, layout", [(2, dict(expert=2)), (2, dict(tensor=2)), (4, dict(pipeline=2, expert=2))])
+@pytest.mark.parametrize(
+    "world, layout", [(2, dict(expert=2)), (2, dict(tensor=2)), (4, dict(pipeline=2, expert=2))]
+)
 def test_a6_a_resumed_run_has_the_reference_it_began_with(world, layout, ranks, models, tmp_path):
     """Fresh weights are not in the checkpoint: they are drawn again, under another layout, and are the same."""
     folder, _ = models(MODEL)
     groups = make_groups(replay=False, prompts=1)
-    fresh, trained = ranks(1).run(cases.fresh_then_trained, folder=folder, layout={}, root=tmp_path, groups=groups)[0]
-    found = ranks(world).run(cases.resumed_reference, folder=folder, layout=layout, root=tmp_path, groups=groups)
+    fresh, trained = ranks(1).run(
+        cases.fresh_then_trained, folder=folder, layout={}, root=tmp_path, groups=groups
+    )[0]
+    found = ranks(world).run(
+        cases.resumed_reference, folder=folder, layout=layout, root=tmp_path, groups=groups
+    )
     assert_same(merged(reference for reference, _ in found), fresh)
     assert_same(merged(policy for _, policy in found), trained)
     assert max(np.abs(trained[k] - v).max() for k, v in fresh.items()) > 1e-2
 
 
 @pytest.mark.parametrize("layout", [dict(pipeline=2), dict(expert=2)])
-@pytest.mark.parametrize("settings", [
-    {"optimizer.lr": math.inf},
-    {"optimizer.lr": 3.3e38, "optimizer.weight_decay": 1.0, "optimizer.betas": [0.0, 0.0]},
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer.lr": math.inf},
+        {"optimizer.lr": 3.3e38, "optimizer.weight_decay": 1.0, "optimizer.betas": [0.0, 0.0]},
+    ],
+)
 def test_c2_a_step_that_makes_weights_not_finite_ends_the_run(settings, layout, ranks, models):
     folder, _ = models(MODEL)
-    for error in ranks(2).run(cases.weights_that_overflow, folder=folder, layout=layout, settings=settings):
-        assert error.startswith("after optimizer step 1 weights are not finite: ") and "\n" not in error
+    for error in ranks(2).run(
+        cases.weights_that_overflow, folder=folder, layout=layout, settings=settings
+    ):
+        assert (
+            error.startswith("after optimizer step 1 weights are not finite: ")
+            and "\n" not in error
+        )
         assert "decoder.layers." in error and "optimizer.lr" in error
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_c2_a_weight_that_is_not_finite_is_never_written(value, ranks, models, tmp_path):
     """One element on the last stage: all ranks stop, and name it as it is called in the whole model."""
-    errors = ranks(2).run(cases.saved_with_a_bad_weight, folder=models("llama")[0], layout=dict(pipeline=2),
-                          root=tmp_path, bad_rank=1, value=value)
+    errors = ranks(2).run(
+        cases.saved_with_a_bad_weight,
+        folder=models("llama")[0],
+        layout=dict(pipeline=2),
+        root=tmp_path,
+        bad_rank=1,
+        value=value,
+    )
     for error in [error for of_rank in errors for error in of_rank]:
-        assert "weights are not finite: decoder.layers.3.self_attention.linear_proj.weight;" in error
+        assert (
+            "weights are not finite: decoder.layers.3.self_attention.linear_proj.weight;" in error
+        )
     assert list(tmp_path.iterdir()) == []
 
 

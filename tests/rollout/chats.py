@@ -71,7 +71,9 @@ DEEPSEEK = """\
 {%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{% endif %}"""
 
 # Nothing tells where the model's turn ends.
-OPEN_ENDED = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}{{ 'assistant: ' }}"
+OPEN_ENDED = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}{{ 'assistant: ' }}"
+)
 
 MARKS = {
     "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -81,10 +83,21 @@ MARKS = {
     "open_ended": ["<|endoftext|>"],
 }
 ORDINARY = {"deepseek": ["<｜User｜>", "<｜Assistant｜>"]}  # added, and not special
-TEMPLATES = {"qwen3": QWEN3, "gpt_oss": GPT_OSS, "llama3": LLAMA3, "deepseek": DEEPSEEK, "open_ended": OPEN_ENDED}
+TEMPLATES = {
+    "qwen3": QWEN3,
+    "gpt_oss": GPT_OSS,
+    "llama3": LLAMA3,
+    "deepseek": DEEPSEEK,
+    "open_ended": OPEN_ENDED,
+}
 BOS = {"llama3": "<|begin_of_text|>", "deepseek": "<｜begin▁of▁sentence｜>"}
-EOS = {"qwen3": "<|im_end|>", "gpt_oss": "<|return|>", "llama3": "<|eot_id|>", "deepseek": "<｜end▁of▁sentence｜>",
-       "open_ended": "<|endoftext|>"}
+EOS = {
+    "qwen3": "<|im_end|>",
+    "gpt_oss": "<|return|>",
+    "llama3": "<|eot_id|>",
+    "deepseek": "<｜end▁of▁sentence｜>",
+    "open_ended": "<|endoftext|>",
+}
 
 
 def tokenizer(kind: str) -> PreTrainedTokenizerFast:
@@ -98,12 +111,19 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     made.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS[kind]])
     made.add_tokens(["<think>", "</think>", *ORDINARY.get(kind, [])])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token=BOS.get(kind), eos_token=EOS[kind], chat_template=TEMPLATES[kind]
+        tokenizer_object=made,
+        bos_token=BOS.get(kind),
+        eos_token=EOS[kind],
+        chat_template=TEMPLATES[kind],
     )
 
 
 def ids(kind_or_renderer, text: str) -> np.ndarray:
-    made = kind_or_renderer.tokenizer if isinstance(kind_or_renderer, Renderer) else tokenizer(kind_or_renderer)
+    made = (
+        kind_or_renderer.tokenizer
+        if isinstance(kind_or_renderer, Renderer)
+        else tokenizer(kind_or_renderer)
+    )
     return np.array(made.encode(text, add_special_tokens=False), np.int32)
 
 
@@ -119,7 +139,9 @@ class Script:
     routing: bool = False
     calls: list[tuple[np.ndarray, Sampling, str, int]] = field(default_factory=list)
 
-    async def __call__(self, prompt_ids, sampling, *, session, routing_start=0, routing_version=None) -> Generation:
+    async def __call__(
+        self, prompt_ids, sampling, *, session, routing_start=0, routing_version=None
+    ) -> Generation:
         reply = self.replies[min(len(self.calls), len(self.replies) - 1)]
         self.calls.append((prompt_ids, sampling, session, routing_start))
         if isinstance(reply, BaseException):
@@ -140,5 +162,9 @@ class Script:
 
     def _experts(self, prompt_ids, said, start) -> np.ndarray:
         """[n, L, K]: of every token but the last; the token's own id, so that a shift by one shows."""
-        forwarded = np.concatenate([prompt_ids, said])[start : max(len(prompt_ids) + len(said) - 1, start)]
-        return np.broadcast_to((forwarded % 64)[:, None, None], (len(forwarded), LAYERS, TOP_K)).astype(np.uint8)
+        forwarded = np.concatenate([prompt_ids, said])[
+            start : max(len(prompt_ids) + len(said) - 1, start)
+        ]
+        return np.broadcast_to(
+            (forwarded % 64)[:, None, None], (len(forwarded), LAYERS, TOP_K)
+        ).astype(np.uint8)

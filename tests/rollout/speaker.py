@@ -80,9 +80,21 @@ def _write_weights(folder: Path, vocab: int, following: dict[int, list[int]]) ->
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "qwen3_moe", hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        intermediate_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
-        vocab_size=vocab, max_position_embeddings=4096, tie_word_embeddings=False, initializer_range=0.5,
+        "qwen3_moe",
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        vocab_size=vocab,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        initializer_range=0.5,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -91,15 +103,21 @@ def _write_weights(folder: Path, vocab: int, following: dict[int, list[int]]) ->
                 parameter.zero_()
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         embedding.copy_(torch.randn_like(embedding))
-        embedding[:, : len(following)] = 0  # these axes are for the tokens that something is said after
+        embedding[:, : len(following)] = (
+            0  # these axes are for the tokens that something is said after
+        )
         head.zero_()
         for axis, (token, successors) in enumerate(following.items()):
             embedding[token] = 0
             embedding[token, axis] = 1
-            head[successors, axis] = LOGIT / 64**0.5  # the final norm makes the vector sqrt(hidden) long
+            head[successors, axis] = (
+                LOGIT / 64**0.5
+            )  # the final norm makes the vector sqrt(hidden) long
         normed = embedding / embedding.pow(2).mean(-1, keepdim=True).add(config.rms_norm_eps).sqrt()
         gates = [layer.mlp.gate.weight for layer in model.model.layers]
-        experts = torch.stack([(normed @ gate.T).topk(2).indices.sort(-1).values for gate in gates], 1)
+        experts = torch.stack(
+            [(normed @ gate.T).topk(2).indices.sort(-1).values for gate in gates], 1
+        )
     model.save_pretrained(folder)
     shape = json.loads((folder / "config.json").read_text())
     assert shape["model_type"] == "qwen3_moe"

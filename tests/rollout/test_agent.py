@@ -13,8 +13,8 @@ from megastep.rollout.env import Env, Outcome
 from megastep.rollout.generation import Generation, Sampling
 from megastep.rollout.renderer import Renderer
 from megastep.samples.metrics import rollout_metrics
-from megastep.types import Group
 from megastep.samples.validation import validate
+from megastep.types import Group
 
 from . import chats
 
@@ -42,7 +42,12 @@ class Talk(Env):
         said = self.observations[self.turn - 1]
         if callable(said):
             return await said()
-        return Outcome([{"role": "user", "content": said}], reward=0.25, metrics={"turns": self.turn}, state=self.turn)
+        return Outcome(
+            [{"role": "user", "content": said}],
+            reward=0.25,
+            metrics={"turns": self.turn},
+            state=self.turn,
+        )
 
     async def close(self):
         self.closed += 1
@@ -79,7 +84,9 @@ def test_s9_an_observation_is_in_the_next_prompt_and_in_no_response(mode):
     trajectory, _, renderer = play(Talk("seventy-one", "two"), mode=mode)
     seen = [renderer.tokenizer.decode(s.prompt_ids).count("seventy-one") for s in trajectory.steps]
     assert seen == [0, 1, 1]
-    assert all("seventy-one" not in renderer.tokenizer.decode(s.response_ids) for s in trajectory.steps)
+    assert all(
+        "seventy-one" not in renderer.tokenizer.decode(s.response_ids) for s in trajectory.steps
+    )
 
 
 def test_max_turns():
@@ -99,13 +106,19 @@ def test_s7_no_prompt_is_longer_than_the_limit(mode):
     lengths = [len(s.prompt_ids) for s in free.steps]
     assert len(lengths) == 7
     for limit in [n + d for n in lengths for d in (-1, 0, 1)][1:]:
-        trajectory, script, _ = play(Talk(*observations), mode=mode, limits=Limits(8, limit, 40, 5.0))
+        trajectory, script, _ = play(
+            Talk(*observations), mode=mode, limits=Limits(8, limit, 40, 5.0)
+        )
         fitting = [s for s in free.steps if len(s.prompt_ids) <= limit]
         assert all(len(prompt) <= limit for prompt, *_ in script.calls)
-        assert [s.prompt_ids.tolist() for s in trajectory.steps] == [s.prompt_ids.tolist() for s in fitting]
+        assert [s.prompt_ids.tolist() for s in trajectory.steps] == [
+            s.prompt_ids.tolist() for s in fitting
+        ]
         if len(fitting) < len(free.steps):
             assert trajectory.stop_reason == "context"
-            assert [s.finish for s in trajectory.steps] == ["stop"] * (len(fitting) - 1) + ["context"]
+            assert [s.finish for s in trajectory.steps] == ["stop"] * (len(fitting) - 1) + [
+                "context"
+            ]
         else:
             assert trajectory.stop_reason == "done" and trajectory.steps[-1].finish == "stop"
 
@@ -113,14 +126,21 @@ def test_s7_no_prompt_is_longer_than_the_limit(mode):
 def test_s7_chat_mode_checks_the_rendered_prompt_not_the_sum_of_what_was_said():
     """The dropped thinking does not count: in tokens mode the same limit ends the episode earlier."""
     limits = Limits(8, 110, 40, 5.0)
-    stopped = {mode: play(Talk("x", "x", "x"), mode=mode, limits=limits)[0] for mode in ("tokens", "chat")}
+    stopped = {
+        mode: play(Talk("x", "x", "x"), mode=mode, limits=limits)[0] for mode in ("tokens", "chat")
+    }
     assert stopped["tokens"].stop_reason == "context" and stopped["chat"].stop_reason == "done"
 
 
 def test_s7_an_over_long_first_prompt_is_a_trajectory_that_says_so():
     env = Talk(question="x" * 500)
     trajectory, script, _ = play(env)
-    assert (trajectory.steps, trajectory.stop_reason, script.calls, env.closed) == ([], "first_prompt", [], 1)
+    assert (trajectory.steps, trajectory.stop_reason, script.calls, env.closed) == (
+        [],
+        "first_prompt",
+        [],
+        1,
+    )
 
 
 @pytest.mark.parametrize("reply", ["x" * 39, "x" * 100, "x" * 38 + "<|im_end|>", THINKING])
@@ -167,9 +187,13 @@ def test_s10_experts_belong_to_the_tokens_that_were_forwarded(reply, mode):
     trajectory, _, _ = play(Talk("one", "two"), [reply], mode=mode, routing=True)
     for step in trajectory.steps:
         tokens = np.concatenate([step.prompt_ids, step.response_ids])
-        forwarded = len(step.prompt_ids) + int(step.loss_mask.sum()) - 1  # neither the last sampled nor the appended
+        forwarded = (
+            len(step.prompt_ids) + int(step.loss_mask.sum()) - 1
+        )  # neither the last sampled nor the appended
         assert step.routing_end == max(forwarded, step.routing_start)
-        assert experts_by_token(step) == (tokens[step.routing_start : step.routing_end] % 64).tolist()
+        assert (
+            experts_by_token(step) == (tokens[step.routing_start : step.routing_end] % 64).tolist()
+        )
 
 
 def test_s10_each_expert_is_asked_for_once_where_prompts_extend_each_other():
@@ -195,7 +219,9 @@ def test_s10_a_rewritten_history_is_asked_for_from_where_it_differs():
 
 def test_s10_tokens_that_no_step_recorded_are_asked_for():
     trajectory, script, _ = play(Talk("one", "two"), routing=False)
-    assert [asked for *_, asked in script.calls] == [0, 0, 0] and all(s.routing is None for s in trajectory.steps)
+    assert [asked for *_, asked in script.calls] == [0, 0, 0] and all(
+        s.routing is None for s in trajectory.steps
+    )
 
 
 def test_s10_the_last_token_of_a_prompt_is_always_computed():
@@ -225,7 +251,9 @@ def engine_steps(versions, queued=()):
         return made
 
     agent = Agent(generate, renderer, LIMITS, Sampling(max_tokens=0), seed=7)
-    trajectory = asyncio.run(agent.play(lambda: Talk("one", "two"), group_id=4, index=2, session="4/2"))
+    trajectory = asyncio.run(
+        agent.play(lambda: Talk("one", "two"), group_id=4, index=2, session="4/2")
+    )
     validate([Group(4, [trajectory])])
     return trajectory, asked
 
@@ -241,7 +269,9 @@ def test_a12_while_the_weights_are_the_same_experts_are_recorded_once():
 def test_a12_after_a_weight_sync_a_call_records_its_whole_context():
     trajectory, asked = engine_steps([[3], [4], [4]])
     first, second, third = trajectory.steps
-    assert asked[1] == (first.routing_end, 3) and second.routing_start == 0  # the engine has version 4 by then
+    assert (
+        asked[1] == (first.routing_end, 3) and second.routing_start == 0
+    )  # the engine has version 4 by then
     assert asked[2] == (second.routing_end, 4) and third.routing_start == second.routing_end
     assert rollout_metrics([Group(4, [trajectory])])["turn/older_routing"] == 0
 
@@ -290,20 +320,46 @@ def returns(value):
     return answer
 
 
-GARBAGE = [None, "text", Outcome("text"), Outcome([{"role": "user"}]), Outcome(reward=float("nan")),
-           Outcome(reward="much"), Outcome(metrics={"x": object()}), Outcome(state="here"), (1, 2),
-           Outcome(state=2**70), Outcome(state=-(2**63) - 1), Outcome(state=1.5), Outcome(metrics={"success": "no"}),
-           Outcome(metrics={"success": None}), Outcome(metrics={"success": []}), Outcome(metrics={"x": np.float32("nan")}),
-           Outcome(metrics={"x": 10**400}), Outcome(metrics={"x": "\ud800"}), Outcome(metrics={"x": "y" * 200_000}),
-           Outcome(metrics=5), Outcome(reward="1.5"), Outcome(reward=10**400), Outcome(reward=np.ones(2)),
-           Outcome(done="no"), Outcome(done=None), Outcome(done=np.ones(2)), (1, 2, 3, 4, 5, 6)]
+GARBAGE = [
+    None,
+    "text",
+    Outcome("text"),
+    Outcome([{"role": "user"}]),
+    Outcome(reward=float("nan")),
+    Outcome(reward="much"),
+    Outcome(metrics={"x": object()}),
+    Outcome(state="here"),
+    (1, 2),
+    Outcome(state=2**70),
+    Outcome(state=-(2**63) - 1),
+    Outcome(state=1.5),
+    Outcome(metrics={"success": "no"}),
+    Outcome(metrics={"success": None}),
+    Outcome(metrics={"success": []}),
+    Outcome(metrics={"x": np.float32("nan")}),
+    Outcome(metrics={"x": 10**400}),
+    Outcome(metrics={"x": "\ud800"}),
+    Outcome(metrics={"x": "y" * 200_000}),
+    Outcome(metrics=5),
+    Outcome(reward="1.5"),
+    Outcome(reward=10**400),
+    Outcome(reward=np.ones(2)),
+    Outcome(done="no"),
+    Outcome(done=None),
+    Outcome(done=np.ones(2)),
+    (1, 2, 3, 4, 5, 6),
+]
 
 
 @pytest.mark.parametrize(
     "behaviour, reason, error",
-    [(raises, "env_error", "KeyError: 'no such table'"), (own_timeout, "env_error", "TimeoutError: the tool's own"),
-     (leaks, "env_error", "CancelledError: of the tool's own client"), (exits, "env_error", "SystemExit: 2"),
-     (hangs, "env_timeout", "no answer within 0.05 s")]
+    [
+        (raises, "env_error", "KeyError: 'no such table'"),
+        (own_timeout, "env_error", "TimeoutError: the tool's own"),
+        (leaks, "env_error", "CancelledError: of the tool's own client"),
+        (exits, "env_error", "SystemExit: 2"),
+        (hangs, "env_timeout", "no answer within 0.05 s"),
+    ]
     + [(returns(garbage), "env_error", "EnvError: ") for garbage in GARBAGE],
 )
 def test_an_environment_that_fails_marks_its_trajectory(behaviour, reason, error):
@@ -325,12 +381,22 @@ def test_an_environment_that_does_not_start():
 
 
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
-@pytest.mark.parametrize("messages", [
-    [{"role": "user", "content": "\ud800"}], [{"role": "\udfff", "content": "x"}], [],
-    [{"role": "user", "content": "x", "more": {"a": "\ud800"}}, {"role": "user", "content": "\udc80"}],
-], ids=["content", "role", "none", "second"])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "\ud800"}],
+        [{"role": "\udfff", "content": "x"}],
+        [],
+        [
+            {"role": "user", "content": "x", "more": {"a": "\ud800"}},
+            {"role": "user", "content": "\udc80"},
+        ],
+    ],
+    ids=["content", "role", "none", "second"],
+)
 def test_c1_what_cannot_be_rendered_marks_the_episode(messages, mode):
     """A lone surrogate in a data row or an observation, or no message at all, ended the whole run."""
+
     class Start(Talk):
         async def start(self):
             return messages
@@ -339,17 +405,26 @@ def test_c1_what_cannot_be_rendered_marks_the_episode(messages, mode):
     assert (trajectory.steps, trajectory.stop_reason, script.calls) == ([], "env_error", [])
     assert "\n" not in trajectory.env_metrics["error"] and trajectory.env_metrics["error"].encode()
     if not messages:
-        assert trajectory.env_metrics["error"] == "EnvError: start() returned no messages; the first prompt is needed"
+        assert (
+            trajectory.env_metrics["error"]
+            == "EnvError: start() returned no messages; the first prompt is needed"
+        )
     else:
         trajectory, _, _ = play(Talk(returns(Outcome(messages))), mode=mode)
-        assert trajectory.stop_reason == "env_error" and "lone surrogate" in trajectory.env_metrics["error"]
+        assert (
+            trajectory.stop_reason == "env_error"
+            and "lone surrogate" in trajectory.env_metrics["error"]
+        )
 
 
 def test_c1_messages_nested_without_end_mark_the_episode():
     endless = {"role": "user", "content": "x"}
     endless["again"] = endless
     trajectory, _, _ = play(Talk(returns(Outcome([endless]))))
-    assert trajectory.stop_reason == "env_error" and "RecursionError" in trajectory.env_metrics["error"]
+    assert (
+        trajectory.stop_reason == "env_error"
+        and "RecursionError" in trajectory.env_metrics["error"]
+    )
 
 
 def test_c1_an_error_that_cannot_be_printed_is_told_all_the_same():
@@ -368,8 +443,18 @@ def test_c1_an_error_that_cannot_be_printed_is_told_all_the_same():
 
 
 def test_c10_numpys_numbers_are_numbers():
-    outcome = Outcome(reward=np.float32(0.5), done=np.bool_(True), state=np.int64(7), metrics={
-        "success": np.bool_(True), "n": np.int32(3), "x": np.float32(0.25), "zero_d": np.array(4), "list": [np.int8(1)]})
+    outcome = Outcome(
+        reward=np.float32(0.5),
+        done=np.bool_(True),
+        state=np.int64(7),
+        metrics={
+            "success": np.bool_(True),
+            "n": np.int32(3),
+            "x": np.float32(0.25),
+            "zero_d": np.array(4),
+            "list": [np.int8(1)],
+        },
+    )
     trajectory, _, _ = play(Talk(returns(outcome._replace(done=np.bool_(False))), returns(outcome)))
     assert trajectory.stop_reason == "done" and trajectory.reward == 1.0
     assert trajectory.env_metrics == {"success": True, "n": 3, "x": 0.25, "zero_d": 4, "list": [1]}
@@ -388,7 +473,9 @@ def test_c10_a_method_without_async_is_told_what_to_write(method):
     env = Talk()
     setattr(env, method, lambda *_: [])
     trajectory, _, _ = play(env)
-    written = {"start": "start(self)", "step": "step(self, text, ids)", "close": "close(self)"}[method]
+    written = {"start": "start(self)", "step": "step(self, text, ids)", "close": "close(self)"}[
+        method
+    ]
     error = f"EnvError: Talk.{method} is not async; write async def {written}"
     assert trajectory.env_metrics["error"].removeprefix("close: ") == error
     assert trajectory.stop_reason == ("done" if method == "close" else "env_error")
@@ -430,7 +517,10 @@ def test_c11_an_environment_that_swallows_its_cancellation_is_left_behind(impati
     assert time.monotonic() - begin < 5
     assert trajectory.stop_reason == "env_timeout" and len(trajectory.steps) == 2
     assert trajectory.env_metrics["error"] == "it went on after it was cancelled"
-    assert "warning: environment Talk: went on after it was cancelled, and is left behind" in capsys.readouterr().err
+    assert (
+        "warning: environment Talk: went on after it was cancelled, and is left behind"
+        in capsys.readouterr().err
+    )
 
 
 def test_c11_one_that_never_closes_keeps_its_trajectory(impatient, capsys):
@@ -505,7 +595,10 @@ def test_c11_an_environment_that_cancels_itself_marks_its_trajectory():
         await asyncio.sleep(1)
 
     trajectory, _, _ = play(Talk("one", cancels))
-    assert trajectory.stop_reason == "env_error" and trajectory.env_metrics["error"] == "it cancelled its own task"
+    assert (
+        trajectory.stop_reason == "env_error"
+        and trajectory.env_metrics["error"] == "it cancelled its own task"
+    )
 
 
 def test_c11_one_task_calls_an_environment_from_its_start_to_its_end():
@@ -543,7 +636,10 @@ def test_c11_who_blocks_the_event_loop_is_named(capsys):
     trajectory, _, _ = play(Talk(sleeps, sleeps))
     assert 1.2 <= trajectory.env_metrics["event_loop_blocked_s"] < 30
     (line,) = capsys.readouterr().err.splitlines()  # once
-    found = re.match(r"warning: environment Talk: step\(\) held the event loop for (\S+) s at a stretch, and", line)
+    found = re.match(
+        r"warning: environment Talk: step\(\) held the event loop for (\S+) s at a stretch, and",
+        line,
+    )
     assert found and float(found[1]) >= 0.6
 
 
@@ -564,12 +660,19 @@ def blocks_until(condition) -> None:
         pass
 
 
-@pytest.mark.parametrize("where, who", [
-    ("made", "the environment's __init__ has"), ("start", "environment Stuck: start() has"),
-    ("step", "environment Stuck: step() has"), ("close", "environment Stuck: close() has"),
-    ("template", "environment Stuck: the chat template, on its messages, has"),
-])
-def test_c11_a_stretch_that_does_not_end_is_told_of_while_it_lasts(where, who, warnings, monkeypatch):
+@pytest.mark.parametrize(
+    "where, who",
+    [
+        ("made", "the environment's __init__ has"),
+        ("start", "environment Stuck: start() has"),
+        ("step", "environment Stuck: step() has"),
+        ("close", "environment Stuck: close() has"),
+        ("template", "environment Stuck: the chat template, on its messages, has"),
+    ],
+)
+def test_c11_a_stretch_that_does_not_end_is_told_of_while_it_lasts(
+    where, who, warnings, monkeypatch
+):
     at = []
 
     def stuck(here: str) -> None:
@@ -596,8 +699,15 @@ def test_c11_a_stretch_that_does_not_end_is_told_of_while_it_lasts(where, who, w
 
     renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
     history = renderer.history
-    monkeypatch.setattr(renderer, "history", lambda messages: stuck("template") or history(messages))
-    agent = Agent(chats.Script(renderer, [THINKING]), renderer, Limits(8, 200, 40, 60.0), Sampling(max_tokens=0))
+    monkeypatch.setattr(
+        renderer, "history", lambda messages: stuck("template") or history(messages)
+    )
+    agent = Agent(
+        chats.Script(renderer, [THINKING]),
+        renderer,
+        Limits(8, 200, 40, 60.0),
+        Sampling(max_tokens=0),
+    )
     asyncio.run(agent.play(Stuck, 0, 0, "0/0"))
     ((first, again),) = at
     assert first.startswith(f"{who} held the event loop for ") and again.startswith(who)
@@ -625,38 +735,55 @@ def test_c11_many_short_blocks_are_noticed_too(capsys, monkeypatch):
 
 
 def test_an_observation_that_the_template_refuses():
-    trajectory, _, _ = play(Talk(returns(Outcome([{"role": "tool", "content": "1"}]))), kind="gpt_oss",
-                            replies=["<|channel|>final<|message|>ab<|return|>"])
-    assert trajectory.stop_reason == "env_error" and "refuses messages" in trajectory.env_metrics["error"]
+    trajectory, _, _ = play(
+        Talk(returns(Outcome([{"role": "tool", "content": "1"}]))),
+        kind="gpt_oss",
+        replies=["<|channel|>final<|message|>ab<|return|>"],
+    )
+    assert (
+        trajectory.stop_reason == "env_error"
+        and "refuses messages" in trajectory.env_metrics["error"]
+    )
 
 
-@pytest.mark.parametrize("error", [OSError("busy"), asyncio.CancelledError("busy"), SystemExit("busy")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [OSError("busy"), asyncio.CancelledError("busy"), SystemExit("busy")], ids=repr
+)
 def test_an_environment_that_cannot_close_keeps_its_trajectory(error):
     class Sticky(Talk):
         async def close(self):
             raise error
 
     trajectory, _, _ = play(Sticky())
-    assert trajectory.stop_reason == "done" and trajectory.env_metrics["error"] == f"close: {type(error).__name__}: busy"
+    assert (
+        trajectory.stop_reason == "done"
+        and trajectory.env_metrics["error"] == f"close: {type(error).__name__}: busy"
+    )
 
 
 def test_an_engine_that_fails_marks_its_trajectory():
     trajectory, _, _ = play(Talk("one"), [THINKING, RuntimeError("engine 0 died")])
     assert trajectory.stop_reason == "engine_error" and len(trajectory.steps) == 1
-    assert trajectory.steps[0].finish == "error" and "engine 0 died" in trajectory.env_metrics["error"]
+    assert (
+        trajectory.steps[0].finish == "error" and "engine 0 died" in trajectory.env_metrics["error"]
+    )
 
 
 def test_an_aborted_call_keeps_what_was_sampled():
     renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
 
     async def abort(prompt_ids, sampling, *, session, **_):
-        return Generation(np.array([1], np.int32), np.zeros(1, np.float32), np.array([[0, 1]], np.int32), "abort")
+        return Generation(
+            np.array([1], np.int32), np.zeros(1, np.float32), np.array([[0, 1]], np.int32), "abort"
+        )
 
     agent = Agent(abort, renderer, LIMITS, Sampling(max_tokens=0))
     env = Talk("one")
     trajectory = asyncio.run(agent.play(lambda: env, 0, 0, "0/0"))
     assert trajectory.stop_reason == "abort" and env.heard == [] and env.closed == 1
-    assert trajectory.steps[0].response_ids.tolist() == [1] and trajectory.steps[0].finish == "abort"
+    assert (
+        trajectory.steps[0].response_ids.tolist() == [1] and trajectory.steps[0].finish == "abort"
+    )
 
 
 # ---------------------------------------------------------------- sampling

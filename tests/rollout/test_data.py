@@ -6,11 +6,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megastep.errors import DataError, EnvError
 from megastep.config import DataConfig
 from megastep.envs.chase import Chase
 from megastep.envs.guess import Guess
 from megastep.envs.sql import SQL
+from megastep.errors import DataError, EnvError
 from megastep.rollout.data import PromptStream, load_data, read_rows
 
 ROWS = [{"secret": i, "note": "x"} for i in range(10)]
@@ -32,7 +32,10 @@ def test_jsonl_parquet_and_hf_datasets_give_the_same_rows(tmp_path):
 
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "plain")
-    splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:3])}
+    splits = {
+        "train": datasets.Dataset.from_list(ROWS),
+        "test": datasets.Dataset.from_list(ROWS[:3]),
+    }
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "split")
     jsonl(tmp_path / "a.jsonl", ROWS)
     for source in ("{}/a.jsonl", "{}/a.parquet", "hf:{}/plain", "hf:{}/split"):
@@ -55,7 +58,9 @@ def test_generated_rows_follow_from_the_seed():
 
 def test_bad_rows_are_reported_by_line(tmp_path):
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"secret": 1}\n\n{"secret": "two"}\nnonsense\n[1]\n{"other": 3}\n{"secret": true}\n')
+    path.write_text(
+        '{"secret": 1}\n\n{"secret": "two"}\nnonsense\n[1]\n{"other": 3}\n{"secret": true}\n'
+    )
     assert refused(path) == [
         f"{path}:3: column secret is 'two'; int is needed",
         f"{path}:4: not readable as JSON (Expecting value: line 1 column 1 (char 0))",
@@ -74,8 +79,12 @@ def test_sources_that_are_none(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "not.parquet").write_text("text")
     assert refused(tmp_path / "empty.jsonl") == [f"{tmp_path}/empty.jsonl: has no rows"]
-    assert refused(tmp_path / "none.jsonl") == [f"{tmp_path}/none.jsonl: cannot be read (No such file or directory)"]
-    assert refused(tmp_path / "not.parquet")[0].startswith(f"{tmp_path}/not.parquet: cannot be read as Parquet (")
+    assert refused(tmp_path / "none.jsonl") == [
+        f"{tmp_path}/none.jsonl: cannot be read (No such file or directory)"
+    ]
+    assert refused(tmp_path / "not.parquet")[0].startswith(
+        f"{tmp_path}/not.parquet: cannot be read as Parquet ("
+    )
     needed = "FILE.jsonl, FILE.parquet, hf:PLACE or generated is needed"
     assert refused("rows.csv") == [f"rows.csv: not a data set; {needed}"]
 
@@ -88,7 +97,9 @@ def test_held_out_rows_are_never_trained_on(tmp_path):
     assert load_data(config, Guess, seed=1) == (train, held_out)
     config.eval = jsonl(tmp_path / "b.jsonl", ROWS[:2])
     assert load_data(config, Guess, seed=1) == (ROWS, ROWS[:2])
-    with pytest.raises(DataError, match="data.held_out = 10: .*a.jsonl has 10 rows; hold out fewer"):
+    with pytest.raises(
+        DataError, match="data.held_out = 10: .*a.jsonl has 10 rows; hold out fewer"
+    ):
         load_data(DataConfig(train=config.train, held_out=10), Guess, seed=1)
 
 
@@ -117,7 +128,9 @@ def test_x6_a_stream_goes_on_where_it_stopped():
 def test_x6_a_stream_does_not_go_on_among_other_rows(other, message):
     stream = PromptStream(ROWS, seed=5)
     stream.take(7)
-    with pytest.raises(DataError, match=f"data.train: is not what the checkpoint was trained on .{message}"):
+    with pytest.raises(
+        DataError, match=f"data.train: is not what the checkpoint was trained on .{message}"
+    ):
         other.seek(stream.position())
 
 

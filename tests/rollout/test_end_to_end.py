@@ -22,12 +22,23 @@ from tests.processes import alive, descendants
 from tests.rollout.speaker import GOLD, RAMBLING, Speaker
 
 QUESTION = "Which products cost more than 20?"
-LIMITS = {"rollout.max_response_tokens": 12, "rollout.max_turns": 6, "rollout.max_prompt_tokens": 740}
+LIMITS = {
+    "rollout.max_response_tokens": 12,
+    "rollout.max_turns": 6,
+    "rollout.max_prompt_tokens": 740,
+}
 PROMPTS, SAMPLES = {"tokens": 20, "chat": 2}, 12
 SETTINGS = {
-    **LIMITS, "data.held_out": 2, "rollout.prompts": PROMPTS["tokens"], "rollout.samples_per_prompt": SAMPLES,
-    "eval.prompts": PROMPTS["chat"], "eval.samples_per_prompt": SAMPLES, "rollout.concurrency": 8, "engine.max_model_len": 1100,
-    "env.name": "sql", "run.wandb": "disabled",
+    **LIMITS,
+    "data.held_out": 2,
+    "rollout.prompts": PROMPTS["tokens"],
+    "rollout.samples_per_prompt": SAMPLES,
+    "eval.prompts": PROMPTS["chat"],
+    "eval.samples_per_prompt": SAMPLES,
+    "rollout.concurrency": 8,
+    "engine.max_model_len": 1100,
+    "env.name": "sql",
+    "run.wandb": "disabled",
 }
 
 
@@ -50,14 +61,23 @@ def tokens(task):
     """What `megastep rollout` wrote and said, with an engine killed on the way."""
     folder, _, arguments = task
     out = folder / "out.safetensors"
-    command = ["rollout", *arguments, "--out", str(out), "rollout.mode=tokens", "engine.num_engines=2"]
+    command = [
+        "rollout",
+        *arguments,
+        "--out",
+        str(out),
+        "rollout.mode=tokens",
+        "engine.num_engines=2",
+    ]
     process = _begin(command, folder / "tokens")
     try:
         ended = _kill_an_engine(process, folder / "tokens.err")
         said = _finish(process, folder / "tokens")
     finally:
         process.kill()
-    assert 0 < ended < PROMPTS["tokens"] * SAMPLES, f"the engine was killed after {ended} trajectories"
+    assert 0 < ended < PROMPTS["tokens"] * SAMPLES, (
+        f"the engine was killed after {ended} trajectories"
+    )
     return out, said
 
 
@@ -112,7 +132,9 @@ def played(request, task):
     speaker = task[1]
     out, _ = request.getfixturevalue(request.param)
     groups = store.read(out)
-    assert len(groups) == PROMPTS[request.param] and all(len(g.trajectories) == SAMPLES for g in groups)
+    assert len(groups) == PROMPTS[request.param] and all(
+        len(g.trajectories) == SAMPLES for g in groups
+    )
     renderer = Renderer.for_model(speaker.folder, request.param)
     return request.param, speaker, renderer, [t for g in groups for t in g.trajectories]
 
@@ -143,7 +165,11 @@ def _first_message(renderer, trajectory) -> str:
 
 
 def _observed(renderer, step) -> dict[str, str]:
-    text = renderer.tokenizer.decode(step.prompt_ids).split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
+    text = (
+        renderer.tokenizer.decode(step.prompt_ids)
+        .split("<|im_start|>user\n")[-1]
+        .split("<|im_end|>")[0]
+    )
     return {"role": "user", "content": text}
 
 
@@ -181,7 +207,10 @@ def test_s8_what_was_cut_off_is_closed_and_not_trained(played):
 
 def test_s9_observations_are_in_prompts_only(played):
     _, _, renderer, trajectories = played
-    answers = {"SELECT colour FROM product": "no such column: colour", "DELETE FROM product": "not authorized"}
+    answers = {
+        "SELECT colour FROM product": "no such column: colour",
+        "DELETE FROM product": "not authorized",
+    }
     seen = set()
     for trajectory in trajectories:
         for before, after in zip(trajectory.steps, trajectory.steps[1:]):
@@ -202,8 +231,14 @@ def test_s10_experts_are_those_of_their_tokens(played):
             tokens = np.concatenate([step.prompt_ids, step.response_ids])
             assert step.routing_end == len(step.prompt_ids) + int(step.loss_mask.sum()) - 1
             recorded = np.sort(step.routing, axis=-1)
-            assert (recorded == speaker.experts[tokens[step.routing_start : step.routing_end]]).all()
-            assert step.routing_start == end if mode == "tokens" else (step.routing_start > 0) == (step.index > 0)
+            assert (
+                recorded == speaker.experts[tokens[step.routing_start : step.routing_end]]
+            ).all()
+            assert (
+                step.routing_start == end
+                if mode == "tokens"
+                else (step.routing_start > 0) == (step.index > 0)
+            )
             end = step.routing_end
 
 
@@ -221,25 +256,48 @@ def test_s5_what_the_commands_say(tokens, chat):
     out, (output, progress) = chat
     metrics = json.loads((out.parent / "metrics.json").read_text())
     successes = [t.reward for g in store.read(out) for t in g.trajectories]
-    assert metrics["eval/success"] == pytest.approx(np.mean(successes)) and metrics["eval/trajectories"] == 24
-    assert metrics["eval/pass_at_1"] == pytest.approx(metrics["eval/success"]) and "eval/pass_at_8" in metrics
+    assert (
+        metrics["eval/success"] == pytest.approx(np.mean(successes))
+        and metrics["eval/trajectories"] == 24
+    )
+    assert (
+        metrics["eval/pass_at_1"] == pytest.approx(metrics["eval/success"])
+        and "eval/pass_at_8" in metrics
+    )
     assert f"success         {metrics['eval/success']:.3f}" in output and "pass@k" in output
     assert "24/24" in progress and "tokens/s, success" in progress
     assert "out.safetensors: written" in tokens[1][0]
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["eval", "env.name=chess"], "error: env.name = chess: unknown"),
-    (["eval", "env.options.x=1"], "error: env.options.x: Chase has no such option; it takes none"),
-    (["eval", "data.train=none.jsonl"], "error: none.jsonl: cannot be read (No such file or directory)"),
-    (["eval", "data.held_out=0"], "error: data.held_out = 0: there is nothing to evaluate on"),
-    (["eval", "model.path=configs/models/tiny-qwen3-moe"], "has no tokenizer"),
-    (["rollout", "--out", "nowhere/file"], "error: --out nowhere/file: must be a file in a folder"),
-    (["rollout", "--out", "out.safetensors", "model.init=hf"], "error: configs/models/chase: no weights"),
-    (["eval", "run.resume=nowhere"], "nowhere"),
-    (["eval", "run.name=mistyped"], "error: run.name = mistyped: there is no checkpoint in"),
-])
-def test_a_mistake_is_one_line_and_nothing_was_started(arguments, message, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["eval", "env.name=chess"], "error: env.name = chess: unknown"),
+        (
+            ["eval", "env.options.x=1"],
+            "error: env.options.x: Chase has no such option; it takes none",
+        ),
+        (
+            ["eval", "data.train=none.jsonl"],
+            "error: none.jsonl: cannot be read (No such file or directory)",
+        ),
+        (["eval", "data.held_out=0"], "error: data.held_out = 0: there is nothing to evaluate on"),
+        (["eval", "model.path=configs/models/tiny-qwen3-moe"], "has no tokenizer"),
+        (
+            ["rollout", "--out", "nowhere/file"],
+            "error: --out nowhere/file: must be a file in a folder",
+        ),
+        (
+            ["rollout", "--out", "out.safetensors", "model.init=hf"],
+            "error: configs/models/chase: no weights",
+        ),
+        (["eval", "run.resume=nowhere"], "nowhere"),
+        (["eval", "run.name=mistyped"], "error: run.name = mistyped: there is no checkpoint in"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_was_started(
+    arguments, message, capsys, monkeypatch, tmp_path
+):
     from megastep import cli
     from megastep.trainer import collect
 

@@ -12,27 +12,34 @@ from megastep.rollout.engine import Setup, _arguments, _environment, _sampling_p
 from megastep.rollout.generation import Sampling
 
 CHASE = "configs/chase.yaml"
-ON_CPU = Setup(index=3, backend="shm", has_gpu=False, gpu_ids=None, own_weights=False, folder=".", log=None)
-ON_GPU = Setup(index=0, backend="ipc", has_gpu=True, gpu_ids=("2", "5"), own_weights=True, folder=".", log=None)
+ON_CPU = Setup(
+    index=3, backend="shm", has_gpu=False, gpu_ids=None, own_weights=False, folder=".", log=None
+)
+ON_GPU = Setup(
+    index=0, backend="ipc", has_gpu=True, gpu_ids=("2", "5"), own_weights=True, folder=".", log=None
+)
 
 
 def arguments(*given: str, setup: Setup = ON_CPU) -> dict:
     return _arguments(load(CHASE, list(given), has_cuda=True), setup)
 
 
-@pytest.mark.parametrize("given, name, value", [
-    ("engine.tensor_parallel=2", "tensor_parallel_size", 2),
-    ("engine.max_model_len=200", "max_model_len", 200),
-    ("engine.max_model_len=null", "max_model_len", 512),  # the model's positions
-    ("engine.max_sequences=17", "max_num_seqs", 17),
-    ("engine.gpu_memory_utilization=0.35", "gpu_memory_utilization", 0.35),
-    ("policy.precision=bf16", "dtype", "bfloat16"),
-    ("policy.precision=fp32", "dtype", "float32"),
-    ("train.seed=40", "seed", 43),  # engine 3
-    ("sync.verify=true", "additional_config", {"sync_verify": True}),
-    ("sync.verify=false", "additional_config", {"sync_verify": False}),
-    ("model.path=configs/models/tiny-qwen3-moe", "model", "configs/models/tiny-qwen3-moe"),
-])
+@pytest.mark.parametrize(
+    "given, name, value",
+    [
+        ("engine.tensor_parallel=2", "tensor_parallel_size", 2),
+        ("engine.max_model_len=200", "max_model_len", 200),
+        ("engine.max_model_len=null", "max_model_len", 512),  # the model's positions
+        ("engine.max_sequences=17", "max_num_seqs", 17),
+        ("engine.gpu_memory_utilization=0.35", "gpu_memory_utilization", 0.35),
+        ("policy.precision=bf16", "dtype", "bfloat16"),
+        ("policy.precision=fp32", "dtype", "float32"),
+        ("train.seed=40", "seed", 43),  # engine 3
+        ("sync.verify=true", "additional_config", {"sync_verify": True}),
+        ("sync.verify=false", "additional_config", {"sync_verify": False}),
+        ("model.path=configs/models/tiny-qwen3-moe", "model", "configs/models/tiny-qwen3-moe"),
+    ],
+)
 def test_keys_reach_vllm(given, name, value):
     assert arguments(given)[name] == value
 
@@ -62,8 +69,16 @@ def test_sampling_reaches_vllm(monkeypatch):
     params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
-    sampling = Sampling(max_tokens=8, temperature=0.6, top_p=0.9, top_k=4, seed=5, stop_token_ids=(1, 2))
+    sampling = Sampling(
+        max_tokens=8, temperature=0.6, top_p=0.9, top_k=4, seed=5, stop_token_ids=(1, 2)
+    )
     given = _sampling_params(sampling, routing_start=12)
-    assert (given.max_tokens, given.temperature, given.top_p, given.top_k, given.seed) == (8, 0.6, 0.9, 4, 5)
+    assert (given.max_tokens, given.temperature, given.top_p, given.top_k, given.seed) == (
+        8,
+        0.6,
+        0.9,
+        4,
+        5,
+    )
     assert given.stop_token_ids == [1, 2] and given.routed_experts_prompt_start == 12
     assert given.ignore_eos and given.logprobs == 0

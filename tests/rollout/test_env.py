@@ -11,7 +11,15 @@ import pytest
 
 from megastep.errors import EnvError
 from megastep.rollout import env as env_module
-from megastep.rollout.env import BUILT_IN, Env, Outcome, check_options, find_env, import_from, in_thread
+from megastep.rollout.env import (
+    BUILT_IN,
+    Env,
+    Outcome,
+    check_options,
+    find_env,
+    import_from,
+    in_thread,
+)
 
 
 class Echo(Env):
@@ -38,21 +46,29 @@ def test_by_module_and_class():
 
 def test_by_entry_point(monkeypatch):
     point = EntryPoint("echo", "tests.rollout.test_env:Echo", "megastep.envs")
-    monkeypatch.setattr(env_module, "entry_points", lambda group: EntryPoints([point]).select(group=group))
+    monkeypatch.setattr(
+        env_module, "entry_points", lambda group: EntryPoints([point]).select(group=group)
+    )
     assert find_env("echo") is Echo
     with pytest.raises(EnvError, match="env.name = ecko: unknown; one of chase, echo, guess"):
         find_env("ecko")
 
 
-@pytest.mark.parametrize("name, message", [
-    ("chess", "env.name = chess: unknown; one of chase, guess, search, skyrl, sql, or module:Class"),
-    ("no.such:Thing", "cannot be imported"),
-    (":", "env.name = :: is not of the form module:Class"),
-    (".x:Y", "env.name = .x:Y: is not of the form module:Class"),
-    (" ", "env.name = ' ': unknown"),
-    ("megastep.envs.chase:Nothing", "cannot be imported"),
-    ("megastep.envs.chase:target", "target is no class derived from megastep.rollout.env.Env"),
-])
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "chess",
+            "env.name = chess: unknown; one of chase, guess, search, skyrl, sql, or module:Class",
+        ),
+        ("no.such:Thing", "cannot be imported"),
+        (":", "env.name = :: is not of the form module:Class"),
+        (".x:Y", "env.name = .x:Y: is not of the form module:Class"),
+        (" ", "env.name = ' ': unknown"),
+        ("megastep.envs.chase:Nothing", "cannot be imported"),
+        ("megastep.envs.chase:target", "target is no class derived from megastep.rollout.env.Env"),
+    ],
+)
 def test_not_found(name, message):
     with pytest.raises(EnvError, match=message):
         find_env(name)
@@ -72,7 +88,9 @@ def test_c12_a_module_that_cannot_be_imported_is_one_line(module, tmp_path, monk
     source, message = MODULES[module]
     (tmp_path / f"broken_{module}.py").write_text(source)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    with pytest.raises(EnvError, match=f"^env.name = broken_{module}:Y: cannot be imported.*{message}") as error:
+    with pytest.raises(
+        EnvError, match=f"^env.name = broken_{module}:Y: cannot be imported.*{message}"
+    ) as error:
         find_env(f"broken_{module}:Y")
     assert "\n" not in str(error.value)
 
@@ -95,14 +113,20 @@ async def with_default(self, text, ids, more=None):
     return None
 
 
-@pytest.mark.parametrize("members, message", [
-    ({"step": lambda self, text, ids: None}, r"Made.step is not async; write async def step\(self, text, ids\)"),
-    ({"start": lambda self: []}, r"Made.start is not async; write async def start\(self\)"),
-    ({"close": lambda self: None}, r"Made.close is not async; write async def close\(self\)"),
-    ({"step": few}, r"Made.step takes \(self\); write async def step\(self, text, ids\)"),
-    ({"columns": ["question"]}, r"Made.columns is \['question'\]; write {name: type}"),
-    ({"columns": {"question": "str"}}, "Made.columns is .*; write {name: type}"),
-])
+@pytest.mark.parametrize(
+    "members, message",
+    [
+        (
+            {"step": lambda self, text, ids: None},
+            r"Made.step is not async; write async def step\(self, text, ids\)",
+        ),
+        ({"start": lambda self: []}, r"Made.start is not async; write async def start\(self\)"),
+        ({"close": lambda self: None}, r"Made.close is not async; write async def close\(self\)"),
+        ({"step": few}, r"Made.step takes \(self\); write async def step\(self, text, ids\)"),
+        ({"columns": ["question"]}, r"Made.columns is \['question'\]; write {name: type}"),
+        ({"columns": {"question": "str"}}, "Made.columns is .*; write {name: type}"),
+    ],
+)
 def test_c10_a_class_that_cannot_be_played_is_told_what_to_write(members, message, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "Made", made(**members), raising=False)
     with pytest.raises(EnvError, match=message):
@@ -124,7 +148,9 @@ def test_c10_methods_that_can_be_called_are_left_alone(monkeypatch):
 
 def test_c10_a_class_without_its_methods(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "Made", type("Made", (Env,), {}), raising=False)
-    with pytest.raises(EnvError, match=r"Made lacks async def start\(self\) and async def step\(self, text, ids\)"):
+    with pytest.raises(
+        EnvError, match=r"Made lacks async def start\(self\) and async def step\(self, text, ids\)"
+    ):
         find_env(f"{__name__}:Made")
     with pytest.raises(EnvError, match="NoRow takes no row; write def __init__"):
         check_options(made("NoRow", __init__=lambda self: None), {})
@@ -146,7 +172,9 @@ def test_e_own_modules_are_found_and_take_nobodys_place(tmp_path, monkeypatch):
 
 def test_options():
     check_options(Echo, {"times": 3})
-    with pytest.raises(EnvError, match="env.options.loud: Echo has no such option; it takes times, polite"):
+    with pytest.raises(
+        EnvError, match="env.options.loud: Echo has no such option; it takes times, polite"
+    ):
         check_options(Echo, {"times": 3, "loud": True})
     with pytest.raises(EnvError, match="env.options.times: must be given, Echo needs it"):
         check_options(Echo, {})
@@ -157,7 +185,9 @@ def test_options():
 def test_blocking_calls_run_beside_each_other():
     async def run():
         begin = time.monotonic()
-        answers = await asyncio.gather(*[in_thread(lambda i=i: time.sleep(0.2) or i) for i in range(50)])
+        answers = await asyncio.gather(
+            *[in_thread(lambda i=i: time.sleep(0.2) or i) for i in range(50)]
+        )
         return answers, time.monotonic() - begin
 
     answers, took = asyncio.run(run())

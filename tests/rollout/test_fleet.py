@@ -12,8 +12,8 @@ import ray
 import torch
 from ray.exceptions import OutOfMemoryError
 
-from megastep.errors import EngineError
 from megastep.config import EngineConfig
+from megastep.errors import EngineError
 from megastep.rollout.engine import run_lengths
 from megastep.rollout.fleet import Fleet
 from megastep.rollout.generation import Sampling
@@ -24,7 +24,9 @@ from tests.processes import alive, descendants, wait_for
 
 def test_run_lengths():
     assert run_lengths([[3, 0], [4, 5]], 8).tolist() == [[3, 5], [4, 3]]
-    assert run_lengths([[3, 0], [4, 0]], 8).tolist() == [[4, 8]]  # began before the push, sampled after it
+    assert run_lengths([[3, 0], [4, 0]], 8).tolist() == [
+        [4, 8]
+    ]  # began before the push, sampled after it
     assert run_lengths([[3, 0]], 0).shape == (0, 2)
 
 
@@ -43,7 +45,9 @@ def test_an_engine_that_ray_kills_for_want_of_memory_is_lost(monkeypatch):
     try:
         fleet.open()
         wait_for(lambda: fleet._all_gone(), 10)
-        with pytest.raises(EngineError, match="every engine is gone: 0: its process ended: Ray killed it because"):
+        with pytest.raises(
+            EngineError, match="every engine is gone: 0: its process ended: Ray killed it because"
+        ):
             asyncio.run(fleet.generate(np.zeros(1), GREEDY, session="any"))
     finally:
         fleet.close()
@@ -63,7 +67,9 @@ def test_an_engine_that_does_not_start_is_waited_for_as_long_as_the_config_says(
     fleet = Fleet(lambda index: Handle(), EngineConfig(start_timeout_s=1))
     try:
         starting = asyncio.run_coroutine_threadsafe(fleet._start(), fleet._loop)
-        with pytest.raises(EngineError, match="engine 0 did not start in engine.start_timeout_s = 1"):
+        with pytest.raises(
+            EngineError, match="engine 0 did not start in engine.start_timeout_s = 1"
+        ):
             starting.result(timeout=30)
     finally:
         fleet.close()
@@ -77,7 +83,9 @@ def test_calls_of_a_session_stay_together(rollouts):
     prompts = some_tokens(8)
     placed = []
     for turn in range(3):
-        order = sessions if turn == 0 else sessions[turn:] + sessions[:turn]  # who asks first would go to engine 0
+        order = (
+            sessions if turn == 0 else sessions[turn:] + sessions[:turn]
+        )  # who asks first would go to engine 0
         rollouts.ask(prompts, sessions=order)
         placed.append([rollouts.fleet._sessions[s].index for s in sessions])
     assert placed[0] == placed[1] == placed[2] and sorted(placed[0]) == [0] * 4 + [1] * 4
@@ -113,13 +121,13 @@ def test_a12_after_a_weight_sync_the_whole_context_is_recorded_again(rollouts, m
     rollouts.fleet.pause()
     thread.start()
     time.sleep(0.3)
-    pushed = rollouts.cluster.policy.push(rollouts.fleet.serving())
+    synced = rollouts.cluster.policy.sync_weights(rollouts.fleet.serving())
     assert not answers
     rollouts.fleet.resume()
     thread.join()
     (paused,), (after,) = answers, rollouts.ask([prompt], **earlier)
     for made in (paused, after):
-        assert made.versions.tolist() == [[pushed, 12]] and pushed != version
+        assert made.versions.tolist() == [[synced, 12]] and synced != version
         assert made.routing_start == 0 and len(made.routing) == len(prompt) + 12 - 1
     assert np.array_equal(paused.routing, after.routing)
 
@@ -127,7 +135,10 @@ def test_a12_after_a_weight_sync_the_whole_context_is_recorded_again(rollouts, m
 def test_logprobs_are_those_of_the_distribution_sampled_from(rollouts, models, tmp_path):
     model = _policy(rollouts, models, tmp_path / "hf")
     prompts = some_tokens(2)
-    for sampling in (Sampling(20, temperature=0.5, seed=1), Sampling(20, temperature=1.5, top_k=5, seed=2)):
+    for sampling in (
+        Sampling(20, temperature=0.5, seed=1),
+        Sampling(20, temperature=1.5, top_k=5, seed=2),
+    ):
         for prompt, generation in zip(prompts, rollouts.ask(prompts, sampling)):
             logits = _logits(model, prompt, generation.ids) / sampling.temperature
             if sampling.top_k:
@@ -139,7 +150,9 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(rollouts, models, t
 
 def test_a_seed_gives_the_same_tokens_on_any_engine(rollouts):
     prompt = some_tokens(1)[0]
-    sampled = rollouts.ask([prompt] * 4, Sampling(16, seed=5)) + rollouts.ask([prompt] * 2, Sampling(16, seed=6))
+    sampled = rollouts.ask([prompt] * 4, Sampling(16, seed=5)) + rollouts.ask(
+        [prompt] * 2, Sampling(16, seed=6)
+    )
     ids = [tuple(g.ids.tolist()) for g in sampled]
     assert len(set(ids[:4])) == 1 and len(set(ids)) == 2
 
@@ -155,7 +168,10 @@ def test_a_stop_token_ends_the_response_and_is_its_last(rollouts):
     (stopped,) = rollouts.ask(some_tokens(1), Sampling(12, temperature=0.0, stop_token_ids=(stop,)))
     assert stopped.finish == "stop" and free.finish == "length"
     assert stopped.ids.tolist() == free.ids[: free.ids.tolist().index(stop) + 1].tolist()
-    assert len(stopped.logprobs) == len(stopped.ids) and len(stopped.routing) == 16 + len(stopped.ids) - 1
+    assert (
+        len(stopped.logprobs) == len(stopped.ids)
+        and len(stopped.routing) == 16 + len(stopped.ids) - 1
+    )
 
 
 def test_an_impossible_call_is_refused_in_one_line(rollouts):
@@ -170,7 +186,9 @@ def test_versions_of_calls_that_span_a_push(rollouts, models, tmp_path):
     old = _policy(rollouts, models, tmp_path / "old")
     prompts = some_tokens(4)
     answers = []
-    thread = threading.Thread(target=lambda: answers.extend(rollouts.ask(prompts, Sampling(220, seed=3))))
+    thread = threading.Thread(
+        target=lambda: answers.extend(rollouts.ask(prompts, Sampling(220, seed=3)))
+    )
     rollouts.on_ranks(shake, 9)
     rollouts.on_ranks(export, tmp_path / "new")
     thread.start()
@@ -182,15 +200,21 @@ def test_versions_of_calls_that_span_a_push(rollouts, models, tmp_path):
         (before, first), (after, rest) = generation.versions.tolist()
         assert (before, after) == (version - 1, version) and first > 0 and first + rest == 220
         assert len(generation.routing) == 16 + 220 - 1
-        wanted = np.concatenate([_of(_logits(old, prompt, generation.ids), generation.ids)[:first],
-                                 _of(_logits(new, prompt, generation.ids), generation.ids)[first:]])
+        wanted = np.concatenate(
+            [
+                _of(_logits(old, prompt, generation.ids), generation.ids)[:first],
+                _of(_logits(new, prompt, generation.ids), generation.ids)[first:],
+            ]
+        )
         np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-3)
 
 
 def test_s15_calls_may_end_before_new_weights_come(rollouts, models, tmp_path, monkeypatch):
     _policy(rollouts, models, tmp_path / "old")
     answers = []
-    thread = threading.Thread(target=lambda: answers.extend(rollouts.ask(some_tokens(4), Sampling(220, seed=3))))
+    thread = threading.Thread(
+        target=lambda: answers.extend(rollouts.ask(some_tokens(4), Sampling(220, seed=3)))
+    )
     rollouts.on_ranks(shake, 9)
     monkeypatch.setattr(rollouts.cluster.config.asynchronous, "finish_calls", True)
     thread.start()
@@ -207,13 +231,16 @@ def test_a_call_that_is_given_up_is_dropped_by_its_engine(rollouts):
     whole = time.time() - begin
 
     async def give_up():
-        calls = (rollouts.fleet.generate(p, Sampling(230, seed=1), session=f"{i}") for i, p in enumerate(prompts))
+        calls = (
+            rollouts.fleet.generate(p, Sampling(230, seed=1), session=f"{i}")
+            for i, p in enumerate(prompts)
+        )
         await asyncio.wait_for(asyncio.gather(*calls), whole / 5)
 
     with pytest.raises(TimeoutError):
         asyncio.run(give_up())
     wait_for(lambda: _running(rollouts) == 0, whole / 2)
-    assert all(seat.in_flight == 0 for seat in rollouts.fleet.seats)
+    assert all(slot.in_flight == 0 for slot in rollouts.fleet.slots)
 
 
 def test_an_engine_killed_in_mid_rollout(rollouts, models, tmp_path):
@@ -227,18 +254,18 @@ def test_an_engine_killed_in_mid_rollout(rollouts, models, tmp_path):
     answers = []
     thread = threading.Thread(target=lambda: answers.extend(rollouts.ask(prompts, sampling)))
     thread.start()
-    seat = rollouts.fleet.seats[0]
-    wait_for(lambda: seat.in_flight == 12, 20)
+    slot = rollouts.fleet.slots[0]
+    wait_for(lambda: slot.in_flight == 12, 20)
     time.sleep(0.2)
-    pid, vllm = seat.pid, descendants(seat.pid)
+    pid, vllm = slot.pid, descendants(slot.pid)
     os.kill(pid, signal.SIGKILL)
     thread.join(120)
     assert len(vllm) >= 2
     wait_for(lambda: not alive(vllm), 30)
     assert [g.ids.tolist() for g in answers] == [g.ids.tolist() for g in expected]
     assert all(g.versions.tolist() == [[version, 100]] for g in answers)
-    wait_for(lambda: seat.serving, 200)
-    assert seat.pid != pid and seat.restarts == 1
+    wait_for(lambda: slot.serving, 200)
+    assert slot.pid != pid and slot.restarts == 1
     again = rollouts.ask(prompts, sampling)
     assert [g.ids.tolist() for g in again] == [g.ids.tolist() for g in expected]
     assert all(g.versions.tolist() == [[version, 100]] for g in again)
@@ -248,12 +275,12 @@ def test_an_engine_whose_vllm_has_died_is_lost_at_a_push(rollouts, models, tmp_p
     """Nobody has asked it anything since; the others get the weights, and it comes back with them."""
     _policy(rollouts, models, tmp_path / "hf")
     rollouts.on_ranks(shake, 5)
-    seat = rollouts.fleet.seats[1]
-    pid, (core,) = seat.pid, [line for line in alive(descendants(seat.pid)) if "EngineCore" in line]
+    slot = rollouts.fleet.slots[1]
+    pid, (core,) = slot.pid, [line for line in alive(descendants(slot.pid)) if "EngineCore" in line]
     os.kill(int(core.split()[0]), signal.SIGKILL)
     time.sleep(0.1)
     version = rollouts.cluster.sync()
-    wait_for(lambda: seat.serving and seat.pid != pid, 200)
+    wait_for(lambda: slot.serving and slot.pid != pid, 200)
     answers = rollouts.ask(some_tokens(4))
     assert all(g.versions.tolist() == [[version, 12]] for g in answers)
 
@@ -279,11 +306,22 @@ def _logits(model, prompt, ids) -> torch.Tensor:
 
 
 def _of(logits: torch.Tensor, ids) -> np.ndarray:
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids, dtype=torch.int64)[:, None])[:, 0].numpy()
+    return (
+        logits.log_softmax(-1)
+        .gather(1, torch.tensor(ids, dtype=torch.int64)[:, None])[:, 0]
+        .numpy()
+    )
 
 
 def _running(rollouts) -> int:
-    return sum(ray.get([h.__ray_call__.remote(lambda engine: len(engine.running)) for h in rollouts.fleet.serving()]))
+    return sum(
+        ray.get(
+            [
+                h.__ray_call__.remote(lambda engine: len(engine.running))
+                for h in rollouts.fleet.serving()
+            ]
+        )
+    )
 
 
 # ---------------------------------------------------------------- the fleet alone, with actors that misbehave
@@ -324,7 +362,9 @@ def stubs(**settings) -> Fleet:
 
 def ask(fleet: Fleet, *prompts: int) -> list:
     async def all_of_them():
-        calls = (fleet.generate(np.array([p]), GREEDY, session=f"{p} {i}") for i, p in enumerate(prompts))
+        calls = (
+            fleet.generate(np.array([p]), GREEDY, session=f"{p} {i}") for i, p in enumerate(prompts)
+        )
         return await asyncio.gather(*calls, return_exceptions=True)
 
     return asyncio.run(all_of_them())
@@ -346,22 +386,31 @@ def misbehaving(rollouts):
 def test_an_engine_that_hangs_is_replaced_and_its_calls_go_elsewhere(misbehaving):
     fleet = misbehaving(request_timeout_s=2)
     answers = ask(fleet, 1, 0, 0)  # the first goes to engine 0 and hangs there
-    assert [index for index, _ in answers] == [1, 1, 0] or [index for index, _ in answers] == [1, 0, 1]
-    wait_for(lambda: all(seat.serving for seat in fleet.seats), 30)
-    assert [seat.restarts for seat in fleet.seats] == [1, 0]
+    assert [index for index, _ in answers] == [1, 1, 0] or [index for index, _ in answers] == [
+        1,
+        0,
+        1,
+    ]
+    wait_for(lambda: all(slot.serving for slot in fleet.slots), 30)
+    assert [slot.restarts for slot in fleet.slots] == [1, 0]
 
 
-@pytest.mark.parametrize("sickness, why", [(4, "its health check failed: a broken pipe"),
-                                           (5, "it did not answer a health check")])
+@pytest.mark.parametrize(
+    "sickness, why",
+    [(4, "its health check failed: a broken pipe"), (5, "it did not answer a health check")],
+)
 def test_an_engine_that_is_not_well_is_replaced(misbehaving, sickness, why):
     fleet = misbehaving(health_every_s=0.2, health_timeout_s=1)
     ask(fleet, sickness)
-    wait_for(lambda: fleet.seats[0].restarts == 1 and fleet.seats[0].serving, 30)
-    assert (fleet.seats[0].lost_why, fleet.seats[1].restarts) == (why, 0)
+    wait_for(lambda: fleet.slots[0].restarts == 1 and fleet.slots[0].serving, 30)
+    assert (fleet.slots[0].lost_why, fleet.slots[1].restarts) == (why, 0)
     assert [calls for _, calls in ask(fleet, 0)] == [1]  # by the new one
 
 
 def test_when_every_engine_is_gone_calls_end_with_an_error(misbehaving):
     fleet = misbehaving(restarts=1)
     answers = ask(fleet, 3, 3, 3)
-    assert all(isinstance(a, EngineError) and "every engine is gone: 0: its process ended" in str(a) for a in answers)
+    assert all(
+        isinstance(a, EngineError) and "every engine is gone: 0: its process ended" in str(a)
+        for a in answers
+    )

@@ -10,7 +10,7 @@ from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env, Outcome
 from megastep.rollout.generation import Generation, Sampling
-from megastep.rollout.pool import Pool, refuse_all_failed
+from megastep.rollout.pool import Pool, check_not_all_failed
 from megastep.rollout.renderer import Renderer
 from megastep.samples.filters import failed
 from megastep.samples.metrics import rollout_metrics
@@ -68,14 +68,18 @@ class Engine:
 
 
 def pool(engine, samples=3, concurrency=4, seed=0, **more) -> Pool:
-    return Pool(Agent(engine, RENDERER, LIMITS, Sampling(0), seed), Count, samples, concurrency, **more)
+    return Pool(
+        Agent(engine, RENDERER, LIMITS, Sampling(0), seed), Count, samples, concurrency, **more
+    )
 
 
 def prompts(*rows):
     return [Prompt(10 + i, row) for i, row in enumerate(rows)]
 
 
-MIXED = prompts({"turns": 3}, {"broken": "step"}, {"turns": 1}, {"broken": "made"}, {"long": 100}, {"turns": 9})
+MIXED = prompts(
+    {"turns": 3}, {"broken": "step"}, {"turns": 1}, {"broken": "made"}, {"long": 100}, {"turns": 9}
+)
 
 
 def test_s1_trajectories_of_different_lengths_and_fates_in_one_batch():
@@ -88,7 +92,12 @@ def test_s1_trajectories_of_different_lengths_and_fates_in_one_batch():
     turns = [[len(t.steps) for t in g.trajectories] for g in groups]
     assert turns == [[3] * 3, [1] * 3, [1] * 3, [0] * 3, [0] * 3, [4] * 3]
     assert [g.trajectories[0].stop_reason for g in groups] == [
-        "done", "env_error", "done", "env_error", "first_prompt", "max_turns"
+        "done",
+        "env_error",
+        "done",
+        "env_error",
+        "first_prompt",
+        "max_turns",
     ]
     assert sorted(map(id, heard)) == sorted(id(t) for g in groups for t in g.trajectories)
     assert engine.most <= 4 and Count.open == 0
@@ -98,12 +107,17 @@ def test_s5_metrics_and_filters_of_that_batch_count_trajectories():
     groups = asyncio.run(pool(Engine()).run(MIXED))
     metrics = rollout_metrics(groups)
     assert metrics["rollout/trajectories"] == 18 and metrics["rollout/no_steps"] == 6
-    assert metrics["reward/success"] == pytest.approx(1 / 3) and metrics["reward/pass_at_2"] == pytest.approx(1 / 3)
+    assert metrics["reward/success"] == pytest.approx(1 / 3) and metrics[
+        "reward/pass_at_2"
+    ] == pytest.approx(1 / 3)
     assert metrics["rollout/turns_mean"] == pytest.approx((3 + 1 + 1 + 0 + 0 + 4) / 6)
     assert metrics["rollout/stop_env_error"] == pytest.approx(1 / 3)
     kept, dropped = failed(groups)
     assert [g.id for g in kept] == [10, 12, 14, 15]
-    assert {d.reason.removeprefix("env_error: ValueError: ") for d in dropped} == {"cannot step", "cannot be made"}
+    assert {d.reason.removeprefix("env_error: ValueError: ") for d in dropped} == {
+        "cannot step",
+        "cannot be made",
+    }
 
 
 def test_the_engine_is_kept_busy_up_to_the_limit():
@@ -153,9 +167,9 @@ def test_cancelling_closes_every_environment():
 def test_a_batch_in_which_everything_failed_has_nothing_to_go_on_with():
     groups = asyncio.run(pool(Engine()).run(prompts({"broken": "step"}, {"broken": "made"})))
     with pytest.raises(RolloutFailed) as error:
-        refuse_all_failed(groups)
+        check_not_all_failed(groups)
     assert str(error.value) == (
         "all 6 episodes failed; the first (group 10, sample 0) by env_error: ValueError: cannot step"
     )
-    refuse_all_failed(asyncio.run(pool(Engine()).run(prompts({"broken": "step"}, {}))))
-    refuse_all_failed([])
+    check_not_all_failed(asyncio.run(pool(Engine()).run(prompts({"broken": "step"}, {}))))
+    check_not_all_failed([])

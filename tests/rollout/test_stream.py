@@ -38,8 +38,15 @@ class Episodes:
             await asyncio.sleep(0.0005)  # an environment takes its time to close
             self.running.remove((prompt.id, index))
         ids = np.arange(2, dtype=np.int32)
-        step = Step(index=0, last=True, prompt_ids=ids, response_ids=ids, loss_mask=np.ones(2, bool),
-                    logprobs=np.zeros(2, np.float32), versions=np.array([[self.stream.step, 2]], np.int32))
+        step = Step(
+            index=0,
+            last=True,
+            prompt_ids=ids,
+            response_ids=ids,
+            loss_mask=np.ones(2, bool),
+            logprobs=np.zeros(2, np.float32),
+            versions=np.array([[self.stream.step, 2]], np.int32),
+        )
         return Trajectory(prompt.id, index, [step])
 
 
@@ -59,7 +66,9 @@ def test_nothing_ahead_is_synchronous():
     with make(episodes, steps=5) as stream:
         for step in range(5):
             assert ids(stream.take(step)) == list(range(step * BATCH, (step + 1) * BATCH))
-            assert not episodes.running and not stream.state().ready and not stream.state().unfinished
+            assert (
+                not episodes.running and not stream.state().ready and not stream.state().unfinished
+            )
     assert all(episodes.began[id] == id // BATCH for id in episodes.began)
 
 
@@ -75,7 +84,9 @@ def test_x6_an_interrupted_batch_is_not_taken_and_not_lost(ahead):
             stream.take(2)
         state = stream.state()
     assert taken == list(range(BATCH, 2 * BATCH))
-    assert sorted(state.unfinished) == list(range(2 * BATCH, (3 + ahead) * BATCH)) and not state.ready
+    assert (
+        sorted(state.unfinished) == list(range(2 * BATCH, (3 + ahead) * BATCH)) and not state.ready
+    )
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -92,7 +103,11 @@ def test_x6_what_a_step_had_before_it_was_interrupted_is_not_lost(ahead):
         with pytest.raises(Interrupted):
             stream.take(0, 2)
         state = stream.state()
-    assert [g.id for g in state.ready] == [id for taken in (first, *more) for id in ids(taken)] == list(range(slow))
+    assert (
+        [g.id for g in state.ready]
+        == [id for taken in (first, *more) for id in ids(taken)]
+        == list(range(slow))
+    )
     assert state.ready_begun == [0] * slow and min(state.unfinished) == slow
     with make(Episodes(), steps=5, ahead=ahead) as stream:
         stream.restore(0, state)
@@ -122,7 +137,9 @@ def test_x6_also_if_the_step_was_interrupted_when_it_asked_for_more():
             stream.take(2, BATCH)
         state = stream.state()
         assert 1 in state.unfinished
-        assert {g.id for g in state.ready} | set(state.unfinished) == set(range(1 + 2 * BATCH, 5 * BATCH + 1)) | {1}
+        assert {g.id for g in state.ready} | set(state.unfinished) == set(
+            range(1 + 2 * BATCH, 5 * BATCH + 1)
+        ) | {1}
 
 
 def test_x6_groups_that_failed_as_a_whole_are_played_again():
@@ -131,13 +148,17 @@ def test_x6_groups_that_failed_as_a_whole_are_played_again():
     class Broken(Episodes):
         async def play(self, prompt, index):
             self.began[prompt.id] = self.stream.step
-            return Trajectory(prompt.id, index, [], "env_error" if prompt.id > BATCH or index else "done")
+            return Trajectory(
+                prompt.id, index, [], "env_error" if prompt.id > BATCH or index else "done"
+            )
 
     with make(Broken(), steps=9, ahead=1) as stream:
         stream.take(0)
         time.sleep(0.1)
         state = stream.state()
-    assert [g.id for g in state.ready] == [BATCH] and state.unfinished == list(range(BATCH + 1, 2 * BATCH))
+    assert [g.id for g in state.ready] == [BATCH] and state.unfinished == list(
+        range(BATCH + 1, 2 * BATCH)
+    )
     episodes = Episodes()
     with make(episodes, steps=9, ahead=1) as stream:
         stream.restore(1, state)
@@ -155,7 +176,10 @@ def test_s15_every_prompt_once_and_none_too_old(ahead):
     with make(episodes, steps, ahead=ahead) as stream:
         for step in range(steps):
             taken = stream.take(step)
-            assert taken.dropped == 0 and [len(g.trajectories) for g in taken.groups] == [SAMPLES] * BATCH
+            assert (
+                taken.dropped == 0
+                and [len(g.trajectories) for g in taken.groups] == [SAMPLES] * BATCH
+            )
             ages += [step - episodes.began[id] for id in ids(taken)]
             seen += ids(taken)
             time.sleep(numbers.random() * 0.003)
@@ -197,7 +221,9 @@ def test_x6_what_state_tells_is_enough_to_go_on():
     steps, numbers, seen = 40, random.Random(1), []
     state, step = None, 0
     while step < steps:
-        with make(Episodes(lambda id, index: numbers.lognormvariate(-7, 1.5)), steps, ahead=1.5) as stream:
+        with make(
+            Episodes(lambda id, index: numbers.lognormvariate(-7, 1.5)), steps, ahead=1.5
+        ) as stream:
             if state is not None:
                 stream.restore(step, state)
             for _ in range(min(2, steps - step)):
@@ -215,7 +241,11 @@ def test_ready_groups_survive_with_their_age():
         stream.take(0)
         time.sleep(0.1)
         state = stream.state()
-    assert len(state.ready) == 2 * BATCH and not state.unfinished and state.ready_begun == [0] * 2 * BATCH
+    assert (
+        len(state.ready) == 2 * BATCH
+        and not state.unfinished
+        and state.ready_begun == [0] * 2 * BATCH
+    )
     again = Episodes()
     with make(again, steps=9, ahead=2) as stream:
         stream.restore(1, state)
@@ -233,7 +263,9 @@ def test_leaving_cancels_what_is_under_way():
     assert not episodes.running and waiting.cancelled()
 
 
-@pytest.mark.parametrize("changed", [dict(ahead=0), dict(ahead=0.5), dict(ahead=1), dict(batch=2, ahead=2)], ids=str)
+@pytest.mark.parametrize(
+    "changed", [dict(ahead=0), dict(ahead=0.5), dict(ahead=1), dict(batch=2, ahead=2)], ids=str
+)
 def test_going_on_with_less_patience_drops_what_is_too_old_and_does_not_hang(changed):
     with make(Episodes(), steps=9, ahead=2) as stream:
         stream.take(0)
@@ -241,7 +273,10 @@ def test_going_on_with_less_patience_drops_what_is_too_old_and_does_not_hang(cha
         state = stream.state()
     assert len(state.ready) == 2 * BATCH
     episodes, seen, dropped = Episodes(), [], 0
-    prompts, batch = PromptStream([{"n": n} for n in range(10)], seed=0), changed.get("batch", BATCH)
+    prompts, batch = (
+        PromptStream([{"n": n} for n in range(10)], seed=0),
+        changed.get("batch", BATCH),
+    )
     with GroupStream(episodes, prompts, batch, 9, changed["ahead"]) as episodes.stream:
         episodes.stream.restore(1, state)
         for step in range(1, 9):
@@ -256,26 +291,40 @@ def test_more_groups_for_the_same_step():
     episodes = Episodes()
     with make(episodes, steps=3) as stream:
         assert [ids(stream.take(0)), ids(stream.take(0, 1)), ids(stream.take(1))] == [
-            [0, 1, 2, 3], [4], [5, 6, 7, 8]]
+            [0, 1, 2, 3],
+            [4],
+            [5, 6, 7, 8],
+        ]
 
 
 def test_a_defect_in_an_episode_reaches_the_trainer():
     def fail(id, index):
         raise ZeroDivisionError("a defect")
 
-    with make(Episodes(fail), steps=9, ahead=1) as stream, pytest.raises(ZeroDivisionError, match="a defect"):
+    with (
+        make(Episodes(fail), steps=9, ahead=1) as stream,
+        pytest.raises(ZeroDivisionError, match="a defect"),
+    ):
         stream.take(0)
 
 
-@pytest.mark.parametrize("error, message", [(SystemExit(3), r"raised SystemExit\(3\)"),
-                                            (asyncio.CancelledError(), "of prompt . cancelled itself")])
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (SystemExit(3), r"raised SystemExit\(3\)"),
+        (asyncio.CancelledError(), "of prompt . cancelled itself"),
+    ],
+)
 def test_what_is_no_exception_reaches_the_trainer_too(error, message):
     """Nobody waits for ever for an episode that is gone; and the thread of the episodes can be ended."""
 
     def fail(id, index):
         raise error
 
-    with make(Episodes(fail), steps=9, ahead=1) as stream, pytest.raises(RolloutFailed, match=message):
+    with (
+        make(Episodes(fail), steps=9, ahead=1) as stream,
+        pytest.raises(RolloutFailed, match=message),
+    ):
         stream.submit(stream._take(0, None)).result(timeout=20)
 
 

@@ -22,7 +22,9 @@ class Recorder:
     def __init__(self):
         self.asked = []
 
-    async def __call__(self, prompt_ids, sampling, *, session, routing_start=0, routing_version=None):
+    async def __call__(
+        self, prompt_ids, sampling, *, session, routing_start=0, routing_version=None
+    ):
         self.asked.append((session, sampling))
         raise RuntimeError("no engine here")
 
@@ -36,9 +38,20 @@ def asked(make_pool) -> list:
 
 
 GIVEN = [
-    "rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=11", "rollout.samples_per_prompt=3", "rollout.concurrency=5",
-    "rollout.max_turns=4", "rollout.max_prompt_tokens=100", "rollout.max_response_tokens=7", "rollout.env_timeout_s=2.5",
-    "eval.temperature=0.3", "eval.top_p=0.8", "eval.top_k=5", "eval.samples_per_prompt=2", "eval.prompts=6",
+    "rollout.temperature=0.7",
+    "rollout.top_p=0.9",
+    "rollout.top_k=11",
+    "rollout.samples_per_prompt=3",
+    "rollout.concurrency=5",
+    "rollout.max_turns=4",
+    "rollout.max_prompt_tokens=100",
+    "rollout.max_response_tokens=7",
+    "rollout.env_timeout_s=2.5",
+    "eval.temperature=0.3",
+    "eval.top_p=0.8",
+    "eval.top_k=5",
+    "eval.samples_per_prompt=2",
+    "eval.prompts=6",
 ]
 
 
@@ -51,14 +64,20 @@ def test_each_pool_samples_as_its_section_says(task):
     """temperature, top_p, top_k and samples of `rollout` and of `eval`, as the engine is asked."""
     training, held_out = asked(task.pool), asked(task.eval_pool)
     assert len(training) == 2 * 3 and len(held_out) == 2 * 2
-    assert {(s.temperature, s.top_p, s.top_k, s.max_tokens) for _, s in training} == {(0.7, 0.9, 11, 6)}
-    assert {(s.temperature, s.top_p, s.top_k, s.max_tokens) for _, s in held_out} == {(0.3, 0.8, 5, 6)}
+    assert {(s.temperature, s.top_p, s.top_k, s.max_tokens) for _, s in training} == {
+        (0.7, 0.9, 11, 6)
+    }
+    assert {(s.temperature, s.top_p, s.top_k, s.max_tokens) for _, s in held_out} == {
+        (0.3, 0.8, 5, 6)
+    }
     seeds = [sampling.seed for _, sampling in training + held_out]
     assert len(set(seeds)) == len(seeds)
 
 
 def test_the_seed_of_the_run_is_in_every_call():
-    first, again, other = (asked(Task.load(load(CHASE, [f"train.seed={seed}"])).pool) for seed in (1, 1, 2))
+    first, again, other = (
+        asked(Task.load(load(CHASE, [f"train.seed={seed}"])).pool) for seed in (1, 1, 2)
+    )
     assert [s.seed for _, s in first] == [s.seed for _, s in again]
     assert not {s.seed for _, s in first} & {s.seed for _, s in other}
 
@@ -71,14 +90,20 @@ def test_limits_are_those_of_rollout(task):
 
 
 def test_a_prompt_may_have_what_a_response_leaves_of_the_context():
-    given = ["rollout.max_prompt_tokens=null", "engine.max_model_len=200", "rollout.max_response_tokens=9"]
+    given = [
+        "rollout.max_prompt_tokens=null",
+        "engine.max_model_len=200",
+        "rollout.max_response_tokens=9",
+    ]
     assert Task.load(load(CHASE, given)).pool(None).agent.limits.max_prompt_tokens == 191
 
 
 def test_the_renderer_is_that_of_mode_and_template():
     def history(*given):
         task = Task.load(load(CHASE, list(given)))
-        return type(task.renderer.history([{"role": "user", "content": "?"}])).__name__, task.renderer.options
+        return type(
+            task.renderer.history([{"role": "user", "content": "?"}])
+        ).__name__, task.renderer.options
 
     assert history("rollout.mode=chat", "rollout.template.keep=3") == ("ChatHistory", {"keep": 3})
     assert history("rollout.mode=tokens") == ("TokenHistory", {})
@@ -91,13 +116,19 @@ def test_rows_are_those_of_data(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
 
     def load_task(*given):
-        files = [f"data.train={tmp_path}/train.jsonl", "env.name=guess", "warm_start.trajectories=0"]
+        files = [
+            f"data.train={tmp_path}/train.jsonl",
+            "env.name=guess",
+            "warm_start.trajectories=0",
+        ]
         return Task.load(load(CHASE, files + list(given)))
 
     held_out = load_task("data.held_out=3")
     assert (len(held_out.train_rows), len(held_out.eval_rows)) == (7, 3)
     separate = load_task(f"data.eval={tmp_path}/eval.jsonl", "data.shuffle=false", "eval.prompts=9")
-    assert [row["name"] for row in separate.eval_rows] == ["eval"] * 4 and len(separate.eval_prompts()) == 4
+    assert [row["name"] for row in separate.eval_rows] == ["eval"] * 4 and len(
+        separate.eval_prompts()
+    ) == 4
     assert [prompt.row["secret"] for prompt in separate.stream().take(10)] == list(range(10))
     shuffled = load_task("data.held_out=1", "data.shuffle=true").stream().take(9)
     assert [p.row["secret"] for p in shuffled] != sorted(p.row["secret"] for p in shuffled)
@@ -116,7 +147,9 @@ def test_demonstrations_are_as_many_as_the_config_says():
         Task.load(load(CHASE, ["warm_start.trajectories=7", f"train.seed={seed}"])).demonstrations()
         for seed in (1, 1, 2)
     )
-    texts = [[step.response_ids.tolist() for g in groups for t in g.trajectories for step in t.steps]
-             for groups in (first, second, other)]
+    texts = [
+        [step.response_ids.tolist() for g in groups for t in g.trajectories for step in t.steps]
+        for groups in (first, second, other)
+    ]
     assert len(first) == 7 and texts[0] == texts[1] != texts[2]
     assert Task.load(load(CHASE, ["warm_start.trajectories=0"])).demonstrations() == []

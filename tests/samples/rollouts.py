@@ -6,8 +6,8 @@ from zlib import crc32
 import numpy as np
 from hypothesis import strategies as st
 
-from megastep.types import Group, Sample, Step, Trajectory, Trie
 from megastep.samples.validation import validate
+from megastep.types import Group, Sample, Step, Trajectory, Trie
 
 LAYERS, TOP_K = 2, 2
 EOS = 9
@@ -29,7 +29,10 @@ def step(index, prompt, response, *, last=True, mask=None, logprobs="zeros", **m
 
 def trajectory(*steps: tuple, index=0, group=0, rewards=None, **more) -> Trajectory:
     """From (prompt, response) or (prompt, response, mask) of each step."""
-    made = [step(i, *s[:2], mask=s[2] if len(s) > 2 else None, last=i == len(steps) - 1) for i, s in enumerate(steps)]
+    made = [
+        step(i, *s[:2], mask=s[2] if len(s) > 2 else None, last=i == len(steps) - 1)
+        for i, s in enumerate(steps)
+    ]
     for s, reward in zip(made, rewards or []):
         s.reward = reward
     return Trajectory(group, index, made, **more)
@@ -46,7 +49,13 @@ def group_of(*trajectories: Trajectory, id=0) -> Group:
 def samples_of(*groups: Group) -> list[Sample]:
     """With an advantage and a weight that tell whose they are."""
     return [
-        Sample(s, g.id, t.index, advantage=g.id + t.index / 8 + s.index / 64, weight=1 + s.index / 8 + t.index / 64)
+        Sample(
+            s,
+            g.id,
+            t.index,
+            advantage=g.id + t.index / 8 + s.index / 64,
+            weight=1 + s.index / 8 + t.index / 64,
+        )
         for g in groups
         for t in g.trajectories
         for s in t.steps
@@ -58,7 +67,9 @@ def samples_of(*groups: Group) -> list[Sample]:
 
 def true_experts(path) -> np.ndarray:
     """[L, K] that a router without noise would choose for the last token of a path."""
-    return (crc32(np.array(path, np.int32).tobytes()) >> np.arange(0, 8 * LAYERS, 8)[:, None] & 63) + np.arange(TOP_K)
+    return (
+        crc32(np.array(path, np.int32).tobytes()) >> np.arange(0, 8 * LAYERS, 8)[:, None] & 63
+    ) + np.arange(TOP_K)
 
 
 @st.composite
@@ -66,7 +77,9 @@ def groups(draw, max_groups=2, routing=("none", "full", "delta"), noise=0.0):
     """Groups of any shape; `noise` is the chance that a recorded token took other experts than true_experts."""
     random = draw(st.randoms(use_true_random=False))
     mode = draw(st.sampled_from(routing))
-    result = [random_group(random, id, mode, noise) for id in range(draw(st.integers(1, max_groups)))]
+    result = [
+        random_group(random, id, mode, noise) for id in range(draw(st.integers(1, max_groups)))
+    ]
     validate(result)
     return result
 
@@ -88,14 +101,31 @@ def _random_steps(random, prompt: list[int], mode: str, noise: float) -> list[St
     count = random.randint(0 if random.random() < 0.1 else 1, 5)
     for i in range(count):
         response = _ids(random, 0, 5)
-        mask = [random.random() < 0.8 for _ in response] if random.random() < 0.8 else [False] * len(response)
+        mask = (
+            [random.random() < 0.8 for _ in response]
+            if random.random() < 0.8
+            else [False] * len(response)
+        )
         generated = len(response)
         if random.random() < 0.2:
             response, mask = response + [EOS], mask + [False]
-        made = step(i, prompt, response, mask=mask, last=i == count - 1, reward=random.choice([0.0, 0.0, 0.5, 1.0]))
-        made.logprobs = None if random.random() < 0.1 else -np.abs(np.arange(len(response), dtype=np.float32)) - i
+        made = step(
+            i,
+            prompt,
+            response,
+            mask=mask,
+            last=i == count - 1,
+            reward=random.choice([0.0, 0.0, 0.5, 1.0]),
+        )
+        made.logprobs = (
+            None
+            if random.random() < 0.1
+            else -np.abs(np.arange(len(response), dtype=np.float32)) - i
+        )
         if mode != "none" and random.random() < 0.9:
-            _record(random, made, steps[-1] if steps and mode == "delta" else None, generated, noise)
+            _record(
+                random, made, steps[-1] if steps and mode == "delta" else None, generated, noise
+            )
         steps.append(made)
         prompt = _next_prompt(random, prompt, response)
     return steps
@@ -108,9 +138,14 @@ def _record(random, made: Step, before: Step | None, generated: int, noise: floa
     start = 0
     if before is not None and before.routing is not None:
         old = before.prompt_ids.tolist() + before.response_ids.tolist()
-        same = next((k for k, (a, b) in enumerate(zip(old, ids)) if a != b), min(len(old), len(ids)))
+        same = next(
+            (k for k, (a, b) in enumerate(zip(old, ids)) if a != b), min(len(old), len(ids))
+        )
         start = min(same, before.routing_end, stop, len(made.prompt_ids))
-    rows = [true_experts(ids[: k + 1]) + (64 if random.random() < noise else 0) for k in range(start, stop)]
+    rows = [
+        true_experts(ids[: k + 1]) + (64 if random.random() < noise else 0)
+        for k in range(start, stop)
+    ]
     made.routing = np.array(rows, np.uint8).reshape(-1, LAYERS, TOP_K)
     made.routing_start = start
 
@@ -141,8 +176,18 @@ def expected_rows(samples: list[Sample]) -> Counter:
         for j in np.flatnonzero(s.step.loss_mask).tolist():
             at = len(s.step.prompt_ids) + j
             logprob = None if s.step.logprobs is None else float(s.step.logprobs[j])
-            rows[(s.group, s.trajectory, s.step.index, int(ids[at]), np.float32(s.advantage).item(),
-                  np.float32(s.weight).item(), logprob, tuple(ids[:at].tolist()))] += 1
+            rows[
+                (
+                    s.group,
+                    s.trajectory,
+                    s.step.index,
+                    int(ids[at]),
+                    np.float32(s.advantage).item(),
+                    np.float32(s.weight).item(),
+                    logprob,
+                    tuple(ids[:at].tolist()),
+                )
+            ] += 1
     return rows
 
 
@@ -160,7 +205,14 @@ def rows_of(tries: list[Trie]) -> Counter:
     for trie in tries:
         loss = trie.loss
         for r in np.flatnonzero(loss.group >= 0).tolist():
-            columns = (loss.group, loss.trajectory, loss.step, loss.target, loss.advantage, loss.weight)
+            columns = (
+                loss.group,
+                loss.trajectory,
+                loss.step,
+                loss.target,
+                loss.advantage,
+                loss.weight,
+            )
             logprob = None if np.isnan(loss.rollout_logprob[r]) else loss.rollout_logprob[r].item()
             path = tuple(trie.tokens[path_of(trie, loss.src[r])].tolist())
             rows[(*(column[r].item() for column in columns), logprob, path)] += 1
@@ -176,5 +228,7 @@ def experts_of(tries: list[Trie]) -> dict:
             path = path_of(trie, loss.src[r])
             who = (loss.group[r].item(), loss.trajectory[r].item(), loss.step[r].item(), len(path))
             # A group in which nobody recorded anything may say so by None or by free tokens.
-            found[who] = None if routing is None or (routing[path] < 0).all() else routing[path].tolist()
+            found[who] = (
+                None if routing is None or (routing[path] < 0).all() else routing[path].tolist()
+            )
     return found

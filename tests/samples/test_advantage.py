@@ -4,7 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastep.errors import RolloutError
-from megastep.samples.advantage import OUTCOME, STEPWISE, advantages, check_estimator, discounted_returns
+from megastep.samples.advantage import (
+    OUTCOME,
+    STEPWISE,
+    advantages,
+    check_estimator,
+    discounted_returns,
+)
 
 from .rollouts import group_of, trajectory
 
@@ -13,12 +19,16 @@ A, B, C = 1, 2, 3
 
 def group(*rewards_per_trajectory):
     turns = [([A] * (k + 1), [B]) for k in range(9)]
-    return group_of(*[trajectory(*turns[: len(rewards)], rewards=rewards) for rewards in rewards_per_trajectory])
+    return group_of(
+        *[trajectory(*turns[: len(rewards)], rewards=rewards) for rewards in rewards_per_trajectory]
+    )
 
 
 def outcome(*rewards, turns=None):
     """Outcome rewards on the last of 1, 2, 3, ... steps."""
-    return group(*[[0.0] * (n - 1) + [r] for r, n in zip(rewards, turns or range(1, len(rewards) + 1))])
+    return group(
+        *[[0.0] * (n - 1) + [r] for r, n in zip(rewards, turns or range(1, len(rewards) + 1))]
+    )
 
 
 def per_trajectory(group, estimator):
@@ -38,11 +48,15 @@ def per_trajectory(group, estimator):
 )
 def test_s2_s4_outcome_estimators_against_their_formulas(estimator, wanted):
     assert check_estimator(estimator) is None
-    np.testing.assert_allclose(per_trajectory(outcome(1, 0, 0, 0), estimator), wanted, rtol=1e-5)  # ε is 1e-6
+    np.testing.assert_allclose(
+        per_trajectory(outcome(1, 0, 0, 0), estimator), wanted, rtol=1e-5
+    )  # ε is 1e-6
 
 
 def test_s2_rloo_is_the_reward_minus_the_mean_of_the_others():
-    np.testing.assert_allclose(per_trajectory(outcome(3, 1, 2), "rloo"), [3 - 1.5, 1 - 2.5, 2 - 2], atol=1e-6)
+    np.testing.assert_allclose(
+        per_trajectory(outcome(3, 1, 2), "rloo"), [3 - 1.5, 1 - 2.5, 2 - 2], atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("estimator", OUTCOME)
@@ -54,7 +68,11 @@ def test_s2_a_trajectory_counts_once_however_many_steps_it_took(estimator):
 
 @pytest.mark.parametrize("estimator", OUTCOME + STEPWISE)
 def test_degenerate_groups_give_exactly_zero(estimator):
-    for made in (outcome(0.7), outcome(0.1, 0.1, 0.1, turns=[1, 1, 1]), outcome(0.0, 0.0, turns=[2, 2])):
+    for made in (
+        outcome(0.7),
+        outcome(0.1, 0.1, 0.1, turns=[1, 1, 1]),
+        outcome(0.0, 0.0, turns=[2, 2]),
+    ):
         assert all((a == 0).all() for a in advantages(made, estimator))
 
 
@@ -91,7 +109,10 @@ def test_a2_returns_that_differ_by_rounding_are_equal():
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.sampled_from(TENTHS), min_size=1, max_size=6), min_size=2, max_size=5), st.randoms())
+@given(
+    st.lists(st.lists(st.sampled_from(TENTHS), min_size=1, max_size=6), min_size=2, max_size=5),
+    st.randoms(),
+)
 def test_a2_outcome_estimators_do_not_see_the_order_of_step_rewards(rewards, random):
     shuffled = [random.sample(r, len(r)) for r in rewards]
     for estimator in OUTCOME:
@@ -128,13 +149,17 @@ def test_a_trajectory_without_steps_gets_no_advantage_and_breaks_nothing(estimat
 
 
 def test_maxrl_refuses_negative_rewards():
-    with pytest.raises(RolloutError, match="maxrl: needs rewards of 0 or more, got -1.0"):  # one line, not a traceback
+    with pytest.raises(
+        RolloutError, match="maxrl: needs rewards of 0 or more, got -1.0"
+    ):  # one line, not a traceback
         advantages(outcome(1, -1), "maxrl")
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce++"])
 def test_s4_temporal_estimators_are_refused_with_a_reason(estimator):
-    with pytest.raises(ValueError, match=r"per-token values across steps.*use one of grpo, grpo_nostd, rloo, maxrl"):
+    with pytest.raises(
+        ValueError, match=r"per-token values across steps.*use one of grpo, grpo_nostd, rloo, maxrl"
+    ):
         advantages(outcome(1, 0), estimator)
 
 
@@ -147,7 +172,10 @@ def test_s4_unknown_estimators_are_refused():
 
 @given(st.lists(st.floats(-5, 5), max_size=8), st.floats(0, 1))
 def test_returns_are_discounted_sums(rewards, gamma):
-    wanted = [sum(gamma ** (k - t) * r for k, r in enumerate(rewards) if k >= t) for t in range(len(rewards))]
+    wanted = [
+        sum(gamma ** (k - t) * r for k, r in enumerate(rewards) if k >= t)
+        for t in range(len(rewards))
+    ]
     np.testing.assert_allclose(discounted_returns(rewards, gamma), wanted, atol=1e-9)
 
 
@@ -173,7 +201,9 @@ def test_gigpo_adds_the_comparison_within_a_state():
     episode = per_trajectory(made, "grpo")
     found = advantages(made, "gigpo", gamma=0.5, step_coef=2.0)
     for a, e in zip(found, episode):
-        np.testing.assert_allclose(a, [e + 2 * e, e], rtol=1e-5)  # two samples normalise to the same ±, but for ε
+        np.testing.assert_allclose(
+            a, [e + 2 * e, e], rtol=1e-5
+        )  # two samples normalise to the same ±, but for ε
 
 
 def test_gigpo_takes_the_prompt_as_the_state_where_none_is_given():
@@ -185,5 +215,8 @@ def test_gigpo_takes_the_prompt_as_the_state_where_none_is_given():
 
 def test_a2_rounding_of_one_trajectory_does_not_hide_the_others():
     """Rounding is each value's own: 1e8 - 1e8 is uncertain by several, 0 and 1 are not."""
-    exact = [trajectory(*[([1], [2])] * len(rewards), rewards=rewards) for rewards in ([0.0], [1.0], [1e8, -1e8])]
+    exact = [
+        trajectory(*[([1], [2])] * len(rewards), rewards=rewards)
+        for rewards in ([0.0], [1.0], [1e8, -1e8])
+    ]
     assert all(np.abs(a).max() > 0.5 for a in advantages(group_of(*exact), "grpo"))

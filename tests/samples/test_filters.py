@@ -14,12 +14,16 @@ A, B, C = 1, 2, 3
 def with_rewards(id, *rewards, turns=2):
     """Outcome rewards: the first steps of every trajectory have reward 0."""
     steps = [([A] * (k + 1), [B]) for k in range(turns)]
-    return group_of(*[trajectory(*steps, rewards=[0.0] * (turns - 1) + [r]) for r in rewards], id=id)
+    return group_of(
+        *[trajectory(*steps, rewards=[0.0] * (turns - 1) + [r]) for r in rewards], id=id
+    )
 
 
 def test_x5_zero_variance_looks_at_trajectories_not_at_steps():
     """Every group has steps of different reward; only one has trajectories of different reward."""
-    kept, dropped = zero_variance([with_rewards(0, 1, 1), with_rewards(1, 1, 0), with_rewards(2, 0.5)], "grpo")
+    kept, dropped = zero_variance(
+        [with_rewards(0, 1, 1), with_rewards(1, 1, 0), with_rewards(2, 0.5)], "grpo"
+    )
     assert [g.id for g in kept] == [1]
     assert dropped[0] == Dropped(0, 0, "all 2 trajectories have reward 1")
     assert dropped[2] == Dropped(2, 0, "one trajectory, none to compare it with")
@@ -31,7 +35,10 @@ def test_a_group_without_trajectories_is_dropped():
 
 
 def test_x5_rewards_spread_over_steps_are_summed():
-    one, other = trajectory(([A], [B]), ([A], [C]), rewards=[1.0, 0.0]), trajectory(([A], [B]), rewards=[1.0])
+    one, other = (
+        trajectory(([A], [B]), ([A], [C]), rewards=[1.0, 0.0]),
+        trajectory(([A], [B]), rewards=[1.0]),
+    )
     assert zero_variance([group_of(one, other)], "grpo")[0] == []
 
 
@@ -42,7 +49,9 @@ def test_a2_rounding_does_not_keep_a_group(estimator):
     assert len(zero_variance([with_rewards(0, 0.7, 0.701, turns=1)], estimator)[0]) == 1
 
 
-@pytest.mark.parametrize("estimator, learns", [*((e, False) for e in OUTCOME), *((e, True) for e in STEPWISE)])
+@pytest.mark.parametrize(
+    "estimator, learns", [*((e, False) for e in OUTCOME), *((e, True) for e in STEPWISE)]
+)
 def test_a3_equal_totals_of_different_steps_are_kept_for_estimators_of_steps(estimator, learns):
     turns = [([A], [B]), ([A, B, C], [B])]
     early, late = trajectory(*turns, rewards=[1.0, 0.0]), trajectory(*turns, rewards=[0.0, 1.0])
@@ -52,7 +61,10 @@ def test_a3_equal_totals_of_different_steps_are_kept_for_estimators_of_steps(est
 
 def test_a3_discount_and_step_weight_decide_too():
     """Equal totals; the only step that both took from one state is the first, whose returns differ if discounted."""
-    early, late = (trajectory(([A], [B]), (p, [B]), rewards=r) for p, r in (([A, B], [1.0, 0.0]), ([A, C], [0.0, 1.0])))
+    early, late = (
+        trajectory(([A], [B]), (p, [B]), rewards=r)
+        for p, r in (([A, B], [1.0, 0.0]), ([A, C], [0.0, 1.0]))
+    )
     group = [group_of(early, late)]
     assert zero_variance(group, "gigpo", gamma=1.0)[0] == []
     assert zero_variance(group, "gigpo", gamma=0.5)[0] == group
@@ -116,5 +128,7 @@ def test_over_long_trajectories_can_be_masked_and_still_count_in_the_baseline():
 
 
 def test_a_policy_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="filters.truncated = cut: must be one of keep, mask, drop"):
+    with pytest.raises(
+        ValueError, match="filters.truncated = cut: must be one of keep, mask, drop"
+    ):
         truncated([], "cut")

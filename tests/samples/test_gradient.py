@@ -29,12 +29,16 @@ class Transformer(torch.nn.Module):
 
     def forward(self, trie):
         """Log-probabilities of the next token [T, VOCAB]."""
-        tokens, position, end = (torch.from_numpy(a.astype(np.int64)) for a in (trie.tokens, trie.position, trie.end))
+        tokens, position, end = (
+            torch.from_numpy(a.astype(np.int64)) for a in (trie.tokens, trie.position, trie.end)
+        )
         index = torch.arange(len(tokens))
         visible = (index[None, :] <= index[:, None]) & (index[:, None] < end[None, :])  # [q, k]
         x = self.embed[tokens] + self.where[position]
         for qkv, out, mlp in zip(self.qkv, self.out, self.mlp):
-            q, k, v = (t.unflatten(1, (HEADS, -1)).transpose(0, 1) for t in (x @ qkv).chunk(3, dim=1))
+            q, k, v = (
+                t.unflatten(1, (HEADS, -1)).transpose(0, 1) for t in (x @ qkv).chunk(3, dim=1)
+            )
             scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
             x = x + (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ out
             x = x + torch.tanh(x @ mlp)
@@ -48,7 +52,8 @@ def gradient(micro_batches):
         loss = micro.trie.loss
         src, target = (torch.from_numpy(a.astype(np.int64)) for a in (loss.src, loss.target))
         rollout, advantage, weight = (
-            torch.from_numpy(a.astype(np.float64)) for a in (loss.rollout_logprob, loss.advantage, loss.weight)
+            torch.from_numpy(a.astype(np.float64))
+            for a in (loss.rollout_logprob, loss.advantage, loss.weight)
         )
         ratio = (model(micro.trie)[src, target] - rollout).exp()
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.5, 2) * advantage)
@@ -92,7 +97,9 @@ def test_x1_the_trie_computes_less_for_the_same_gradient():
         response = [5, 6, 7, 8 - i % 2]
         turns.append((prompt, response))
         prompt = prompt + response[2:] + [9, 10]
-    group = group_of(trajectory(*turns, rewards=[0, 1, 0, 1]), trajectory(*turns[:2], rewards=[0, 0]))
+    group = group_of(
+        trajectory(*turns, rewards=[0, 1, 0, 1]), trajectory(*turns[:2], rewards=[0, 0])
+    )
     samples = make_samples([group], "step_returns", "token")
     (flat, flat_tokens), (merge, merge_tokens), (trie, trie_tokens) = (
         gradient(lay_out(samples, 1, 128, layout=layout)[0]) for layout in LAYOUTS

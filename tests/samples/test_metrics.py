@@ -3,7 +3,12 @@ import pytest
 
 from megastep.samples import lay_out
 from megastep.samples.filters import Dropped
-from megastep.samples.metrics import evaluation_metrics, filter_metrics, layout_metrics, rollout_metrics
+from megastep.samples.metrics import (
+    evaluation_metrics,
+    filter_metrics,
+    layout_metrics,
+    rollout_metrics,
+)
 
 from .rollouts import group_of, samples_of, trajectory
 
@@ -35,7 +40,10 @@ def test_s5_rollout_metrics_count_trajectories():
 def test_s5_evaluation_has_the_same_numbers_under_its_own_names():
     rolled, found = rollout_metrics(batch()), evaluation_metrics(batch())
     assert len(found) == len(rolled) and all(name.startswith("eval/") for name in found)
-    assert found["eval/success"] == rolled["reward/success"] and found["eval/pass_at_2"] == rolled["reward/pass_at_2"]
+    assert (
+        found["eval/success"] == rolled["reward/success"]
+        and found["eval/pass_at_2"] == rolled["reward/pass_at_2"]
+    )
     assert found["eval/reward_mean"] == rolled["reward/mean"]
     assert found["eval/turns_mean"] == rolled["rollout/turns_mean"]
     assert found["eval/turn/count"] == 5 and found["eval/env/calls"] == 1.0
@@ -50,7 +58,10 @@ def test_s5_turn_metrics_say_turn():
 
 
 def test_s5_pass_at_k_per_prompt():
-    groups = [group_of(*[trajectory(([A], [B]), rewards=[float(i < c)]) for i in range(4)], id=c) for c in (0, 1, 4)]
+    groups = [
+        group_of(*[trajectory(([A], [B]), rewards=[float(i < c)]) for i in range(4)], id=c)
+        for c in (0, 1, 4)
+    ]
     found = rollout_metrics(groups)
     assert found["reward/pass_at_1"] == pytest.approx((0 + 1 / 4 + 1) / 3)
     assert found["reward/pass_at_2"] == pytest.approx((0 + 1 / 2 + 1) / 3)
@@ -64,7 +75,10 @@ def test_an_empty_batch_has_no_means():
 
 
 def test_x5_filter_metrics():
-    assert filter_metrics([Dropped(0, 0, "why")], 4) == {"filter/dropped": 1, "filter/dropped_share": 0.25}
+    assert filter_metrics([Dropped(0, 0, "why")], 4) == {
+        "filter/dropped": 1,
+        "filter/dropped_fraction": 0.25,
+    }
     assert filter_metrics([], 0) == {"filter/dropped": 0}
 
 
@@ -72,27 +86,34 @@ def test_s11_layout_metrics_before_and_after_merging():
     turns = trajectory(([A], [B, B]), ([A, B, B, O], [C]), ([A, B, B, O, C, O], [C]))
     turns.steps[0].routing = np.zeros((2, 1, 1), np.uint8)
     turns.steps[1].routing = np.ones((4, 1, 1), np.uint8)
-    micro_batches, report = lay_out(samples_of(group_of(turns)), ranks=2, budget_tokens=8, align_tokens=4)
+    micro_batches, report = lay_out(
+        samples_of(group_of(turns)), ranks=2, budget_tokens=8, align_tokens=4
+    )
     found = layout_metrics(report, micro_batches, budget_tokens=8)
     assert found["train/sequences_before_merge"] == 3 and found["train/sequences_after_merge"] == 1
     assert found["train/tokens_before_merge"] == 2 + 4 + 6
     assert found["train/tokens_distinct"] == 6
     assert found["train/sharing_ratio"] == 2
-    assert found["train/tokens_computed"] == 8 + 4  # padding, and a filler on the other rank
+    assert found["train/tokens_computed"] == 8 + 4  # padding, and a padding on the other rank
     assert found["train/packing_efficiency"] == 6 / 16
-    assert found["train/micro_batches"] == 1 and found["train/fillers"] == 1
-    assert found["replay/conflict_rate"] == 1.0  # A and B were recorded twice, differently
-    assert found["replay/free_fraction"] == 2 / 6
+    assert found["train/micro_batches"] == 1 and found["train/paddings"] == 1
+    assert found["routing_replay/conflict_rate"] == 1.0  # A and B were recorded twice, differently
+    assert found["routing_replay/free_fraction"] == 2 / 6
 
 
 def test_s14_fillers_are_no_part_of_any_other_metric():
     samples = samples_of(group_of(trajectory(([A], [B, C]))))
     one, many = (layout_metrics(*reversed(lay_out(samples, ranks, 8)), 8) for ranks in (1, 5))
-    assert many["train/fillers"] == 4
-    for name in ("sequences_before_merge", "tokens_before_merge", "tokens_distinct", "sharing_ratio"):
+    assert many["train/paddings"] == 4
+    for name in (
+        "sequences_before_merge",
+        "tokens_before_merge",
+        "tokens_distinct",
+        "sharing_ratio",
+    ):
         assert one[f"train/{name}"] == many[f"train/{name}"]
 
 
 def test_layout_metrics_of_nothing():
     micro_batches, report = lay_out([], ranks=1, budget_tokens=8)
-    assert layout_metrics(report, micro_batches, 8)["train/fillers"] == 1
+    assert layout_metrics(report, micro_batches, 8)["train/paddings"] == 1

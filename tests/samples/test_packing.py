@@ -10,7 +10,16 @@ from megastep.samples.packing import cut, mini_batches, pack
 from megastep.samples.trie import LAYOUTS, fold
 from megastep.types import FREE, Group
 
-from .rollouts import expected_rows, experts_of, group_of, groups, path_of, rows_of, samples_of, trajectory
+from .rollouts import (
+    expected_rows,
+    experts_of,
+    group_of,
+    groups,
+    path_of,
+    rows_of,
+    samples_of,
+    trajectory,
+)
 
 A, B, C, D, E, O = 1, 2, 3, 4, 5, 6
 some = settings(max_examples=120, deadline=None)
@@ -24,10 +33,20 @@ def longest(samples):
 
 
 @some
-@given(groups(noise=0.1), st.sampled_from(LAYOUTS), st.integers(1, 4), st.integers(0, 30), st.integers(1, 4))
-def test_s13_s14_x4_every_row_once_under_every_budget_and_number_of_ranks(batch, layout, ranks, spare, align):
+@given(
+    groups(noise=0.1),
+    st.sampled_from(LAYOUTS),
+    st.integers(1, 4),
+    st.integers(0, 30),
+    st.integers(1, 4),
+)
+def test_s13_s14_x4_every_row_once_under_every_budget_and_number_of_ranks(
+    batch, layout, ranks, spare, align
+):
     samples = samples_of(*batch)
-    budget = longest(samples) + spare + align  # any budget that holds the longest path, padding included
+    budget = (
+        longest(samples) + spare + align
+    )  # any budget that holds the longest path, padding included
     ranked, _ = lay_out(samples, ranks, budget, align, layout)
     tries = [m.trie for rank in ranked for m in rank]
     assert rows_of(tries) == expected_rows(samples)
@@ -35,18 +54,28 @@ def test_s13_s14_x4_every_row_once_under_every_budget_and_number_of_ranks(batch,
     homes = {}
     for number, trie in enumerate(tries):
         assert 0 < len(trie) <= budget and len(trie) % align == 0
-        whose = list(zip(trie.loss.group.tolist(), trie.loss.trajectory.tolist(), trie.loss.step.tolist()))
+        whose = list(
+            zip(trie.loss.group.tolist(), trie.loss.trajectory.tolist(), trie.loss.step.tolist())
+        )
         for who in whose:
-            assert who[0] < 0 or homes.setdefault(who, number) == number  # a step is never spread over two
+            assert (
+                who[0] < 0 or homes.setdefault(who, number) == number
+            )  # a step is never spread over two
         assert len(trie.loss.step_starts()) == len(set(whose))  # and its rows are contiguous
 
 
 @some
-@given(groups(noise=0.2, routing=("full", "delta")), st.sampled_from(["owner", "split"]), st.integers(0, 20))
+@given(
+    groups(noise=0.2, routing=("full", "delta")),
+    st.sampled_from(["owner", "split"]),
+    st.integers(0, 20),
+)
 def test_s12_experts_survive_cutting_and_packing(batch, on_conflict, spare):
     samples = samples_of(*batch)
     wanted = experts_of(fold(samples, "flat", on_conflict)[0])
-    ranked, _ = lay_out(samples, 2, longest(samples) + spare, layout="trie", on_conflict=on_conflict)
+    ranked, _ = lay_out(
+        samples, 2, longest(samples) + spare, layout="trie", on_conflict=on_conflict
+    )
     assert experts_of([m.trie for rank in ranked for m in rank]) == wanted
 
 
@@ -60,7 +89,9 @@ def test_x1_cuts_repeat_as_little_as_possible(batch, spare):
         return
     (trie,) = tries
     budget = longest(samples) + spare
-    leaves = np.unique(trie.loss.src[np.append(trie.loss.step_starts()[1:], len(trie.loss)) - 1]).tolist()
+    leaves = np.unique(
+        trie.loss.src[np.append(trie.loss.step_starts()[1:], len(trie.loss)) - 1]
+    ).tolist()
     if len(leaves) > 9:
         return
     paths = [set(path_of(trie, leaf).tolist()) for leaf in leaves]
@@ -69,7 +100,9 @@ def test_x1_cuts_repeat_as_little_as_possible(batch, spare):
         bounds = [0, *cuts, len(leaves)]
         return [len(set().union(*paths[a:b])) for a, b in zip(bounds, bounds[1:])]
 
-    choices = (c for n in range(len(leaves)) for c in itertools.combinations(range(1, len(leaves)), n))
+    choices = (
+        c for n in range(len(leaves)) for c in itertools.combinations(range(1, len(leaves)), n)
+    )
     least = min(sum(s) for s in map(sizes, choices) if max(s) <= budget)
     assert sum(map(len, cut(trie, budget))) == least
 
@@ -88,7 +121,9 @@ def test_cut_repeats_the_shared_path_as_context_only():
 
 
 def test_a_path_over_the_budget_names_the_trajectory_its_length_and_the_setting():
-    group = group_of(trajectory(([A], [B])), trajectory(([A], [B]), ([A, B, O, O, O], [C, D])), id=7)
+    group = group_of(
+        trajectory(([A], [B])), trajectory(([A], [B]), ([A, B, O, O, O], [C, D])), id=7
+    )
     with pytest.raises(ValueError) as error:
         lay_out(samples_of(group), ranks=1, budget_tokens=5)
     assert str(error.value) == (
@@ -96,7 +131,9 @@ def test_a_path_over_the_budget_names_the_trajectory_its_length_and_the_setting(
         "raise train.micro_batch_tokens"
     )
     lay_out(samples_of(group), ranks=1, budget_tokens=6)
-    with pytest.raises(ValueError, match="micro-batch of 4"):  # 7 tokens, but only 4 in whole units of 4
+    with pytest.raises(
+        ValueError, match="micro-batch of 4"
+    ):  # 7 tokens, but only 4 in whole units of 4
         lay_out(samples_of(group), ranks=1, budget_tokens=7, align_tokens=4)
 
 
@@ -134,7 +171,7 @@ def test_s13_groups_of_unequal_size_lose_no_row():
             assert rows_of([m.trie for rank in ranked for m in rank]) == expected_rows(samples)
 
 
-# ---------------------------------------------------------------- S14: fillers and padding
+# ---------------------------------------------------------------- S14: paddings and padding
 
 
 def test_s14_a_filler_is_inert():
@@ -142,17 +179,25 @@ def test_s14_a_filler_is_inert():
     group.trajectories[0].steps[0].routing = np.ones((2, 1, 2), np.uint8)
     ranked, _ = lay_out(samples_of(group), ranks=3, budget_tokens=8, align_tokens=4)
     assert [[m.real_tokens for m in rank] for rank in ranked] == [[2], [0], [0]]
-    filler = ranked[1][0].trie
-    assert len(filler) == 4
-    loss = filler.loss
+    padding = ranked[1][0].trie
+    assert len(padding) == 4
+    loss = padding.loss
     assert len(loss) == 1  # one row: forward and backward run and give 0
-    assert (loss.weight == 0).all() and (loss.advantage == 0).all() and np.isfinite(loss.rollout_logprob).all()
+    assert (
+        (loss.weight == 0).all()
+        and (loss.advantage == 0).all()
+        and np.isfinite(loss.rollout_logprob).all()
+    )
     assert (loss.group < 0).all() and (loss.trajectory < 0).all() and (loss.step < 0).all()
-    assert (filler.routing() == FREE).all()  # the live router decides: no expert is replayed for nobody
+    assert (
+        padding.routing() == FREE
+    ).all()  # the live router decides: no expert is replayed for nobody
 
 
 def test_s14_padding_is_a_sequence_of_its_own():
-    ranked, _ = lay_out(samples_of(group_of(trajectory(([A, B], [C, D])))), ranks=1, budget_tokens=8, align_tokens=8)
+    ranked, _ = lay_out(
+        samples_of(group_of(trajectory(([A, B], [C, D])))), ranks=1, budget_tokens=8, align_tokens=8
+    )
     trie = ranked[0][0].trie
     assert trie.tokens.tolist() == [A, B, C, 0, 0, 0, 0, 0]
     assert trie.end.tolist() == [3, 3, 3, 8, 8, 8, 8, 8]

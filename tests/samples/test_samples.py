@@ -9,10 +9,14 @@ A, B, C = 1, 2, 3
 
 
 def test_s1_s2_s3_every_step_is_a_sample_with_its_trajectorys_advantage():
-    group = group_of(trajectory(([A], [B]), ([A, B, C], [B, B]), rewards=[0, 1]), trajectory(([A], [C])), id=4)
+    group = group_of(
+        trajectory(([A], [B]), ([A, B, C], [B, B]), rewards=[0, 1]), trajectory(([A], [C])), id=4
+    )
     samples = make_samples([group], "grpo_nostd", "token")
     assert [(s.group, s.trajectory, s.step.index, s.advantage) for s in samples] == [
-        (4, 0, 0, 0.5), (4, 0, 1, 0.5), (4, 1, 0, -0.5),
+        (4, 0, 0, 0.5),
+        (4, 0, 1, 0.5),
+        (4, 1, 0, -0.5),
     ]
     assert [s.weight for s in samples] == [0.25] * 3
 

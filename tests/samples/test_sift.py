@@ -12,9 +12,14 @@ A, B, C = 1, 2, 3
 
 def equal_totals():
     """The same reward, earned at the first step and at the second; only the first began in one state."""
-    return [group_of(*(
-        trajectory(([A], [B]), ([A, B, own], [B]), rewards=rewards) for own, rewards in ((B, [1, 0]), (C, [0, 1]))
-    ))]
+    return [
+        group_of(
+            *(
+                trajectory(([A], [B]), ([A, B, own], [B]), rewards=rewards)
+                for own, rewards in ((B, [1, 0]), (C, [0, 1]))
+            )
+        )
+    ]
 
 
 @pytest.mark.parametrize("key", ["zero_variance", "dynamic_sampling"])

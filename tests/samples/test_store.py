@@ -19,12 +19,22 @@ A, B, C = 1, 2, 3
 
 
 def small(**more):
-    return [group_of(trajectory(([A], [B, C]), rewards=[0.1]), trajectory(([A], [C]), stop_reason="won", **more))]
+    return [
+        group_of(
+            trajectory(([A], [B, C]), rewards=[0.1]),
+            trajectory(([A], [C]), stop_reason="won", **more),
+        )
+    ]
 
 
 def same(a, b):
     if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        return (
+            isinstance(b, np.ndarray)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.tobytes() == b.tobytes()
+        )
     return type(a) is type(b) and a == b
 
 
@@ -102,7 +112,8 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"hello", b"\x80\x04" + b"x" * 40, struct.pack("<Q", 4) + b"{no}", b"PK\x03\x04" * 9]
+    "content",
+    [b"", b"hello", b"\x80\x04" + b"x" * 40, struct.pack("<Q", 4) + b"{no}", b"PK\x03\x04" * 9],
 )
 def test_a_foreign_file_is_refused(tmp_path, content):
     (tmp_path / "f").write_bytes(content)
@@ -160,7 +171,9 @@ def test_s16_what_is_read_is_validated(tmp_path, monkeypatch):
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     write(tmp_path / "f", small())
     before = (tmp_path / "f").read_bytes()
-    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "f", small(env_metrics={"a": 1}))
     assert (tmp_path / "f").read_bytes() == before
@@ -168,14 +181,19 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
 
 
 def test_metrics_that_json_does_not_know_are_named(tmp_path):
-    with pytest.raises(StoreError, match="group 0, trajectory 1: env_metrics must hold JSON values"):
+    with pytest.raises(
+        StoreError, match="group 0, trajectory 1: env_metrics must hold JSON values"
+    ):
         write(tmp_path / "f", small(env_metrics={"a": np.float32(1)}))
     assert os.listdir(tmp_path) == []
 
 
 def test_without_routing_changes_nothing_else():
-    step = replace(group_of(trajectory(([1, 2], [3, 4]))).trajectories[0].steps[0],
-                   routing=np.zeros((3, 2, 2), np.uint8), routing_start=0)
+    step = replace(
+        group_of(trajectory(([1, 2], [3, 4]))).trajectories[0].steps[0],
+        routing=np.zeros((3, 2, 2), np.uint8),
+        routing_start=0,
+    )
     groups = [group_of(replace(trajectory(([1, 2], [3, 4])), steps=[step]))]
     (left,) = store.without_routing(groups)
     assert left.trajectories[0].steps[0].routing is None and step.routing is not None

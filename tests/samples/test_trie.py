@@ -52,7 +52,10 @@ def test_s10_s12_where_records_agree_every_path_has_them(batch, layout):
     known = {}  # (group, path) → recorded by some step
     for s in samples:
         ids = np.concatenate([s.step.prompt_ids, s.step.response_ids]).tolist()
-        known |= {(s.group, tuple(ids[: k + 1])): True for k in range(s.step.routing_start, s.step.routing_end)}
+        known |= {
+            (s.group, tuple(ids[: k + 1])): True
+            for k in range(s.step.routing_start, s.step.routing_end)
+        }
     for trie in tries:
         if trie.routes is None:
             continue
@@ -60,14 +63,18 @@ def test_s10_s12_where_records_agree_every_path_has_them(batch, layout):
         for token in range(len(trie)):
             path = tuple(trie.tokens[path_of(trie, token)].tolist())
             group = trie.loss.group[0].item()
-            wanted = true_experts(path) if (group, path) in known else np.full((LAYERS, TOP_K), FREE)
+            wanted = (
+                true_experts(path) if (group, path) in known else np.full((LAYERS, TOP_K), FREE)
+            )
             assert routing[token].tolist() == wanted.tolist()
 
 
 @some
 @given(groups(noise=0.2, routing=("full", "delta")), st.sampled_from(["owner", "split"]))
 def test_s12_experts_along_a_path_do_not_depend_on_the_layout(batch, on_conflict):
-    flat, merge, trie = (experts_of(fold(samples_of(*batch), layout, on_conflict)[0]) for layout in LAYOUTS)
+    flat, merge, trie = (
+        experts_of(fold(samples_of(*batch), layout, on_conflict)[0]) for layout in LAYOUTS
+    )
     assert flat == merge == trie
 
 
@@ -94,7 +101,9 @@ def test_d2_under_split_a_delta_is_as_good_as_a_full_record(batch):
             if before.routing is None or after.routing is None:
                 continue
             both = [np.concatenate([s.prompt_ids, s.response_ids]) for s in (before, after)]
-            start = min(common_prefix(*both), before.routing_end, after.routing_end, len(after.prompt_ids))
+            start = min(
+                common_prefix(*both), before.routing_end, after.routing_end, len(after.prompt_ids)
+            )
             if before.routing_start == 0:
                 after.routing[:start] = before.routing[:start]
     wanted = experts_of(fold(samples, "trie", "split")[0])
@@ -102,7 +111,12 @@ def test_d2_under_split_a_delta_is_as_good_as_a_full_record(batch):
         for before, after in reversed(list(zip(t.steps, t.steps[1:]))):
             if before.routing is not None and after.routing is not None:
                 both = [np.concatenate([s.prompt_ids, s.response_ids]) for s in (before, after)]
-                start = min(common_prefix(*both), before.routing_end, after.routing_end, len(after.prompt_ids))
+                start = min(
+                    common_prefix(*both),
+                    before.routing_end,
+                    after.routing_end,
+                    len(after.prompt_ids),
+                )
                 after.routing, after.routing_start = after.routing[start:], start
     assert experts_of(fold(samples, "trie", "split")[0]) == wanted
 
@@ -118,7 +132,11 @@ def test_x1_every_distinct_token_once_and_no_other(batch):
         for k in range(len(path))
     }
     tries, report = fold(samples)
-    found = [(t.loss.group[0].item(), tuple(t.tokens[path_of(t, k)].tolist())) for t in tries for k in range(len(t))]
+    found = [
+        (t.loss.group[0].item(), tuple(t.tokens[path_of(t, k)].tolist()))
+        for t in tries
+        for k in range(len(t))
+    ]
     assert len(found) == len(set(found)) == report.tokens_distinct
     assert set(found) == needed
 
@@ -127,7 +145,9 @@ def test_x1_every_distinct_token_once_and_no_other(batch):
 
 
 def test_s11_generation_only_responses_merge_and_the_delta_is_the_observation():
-    found, tries, report = sequences(trajectory(([A], [B, C]), ([A, B, C, O], [D]), ([A, B, C, O, D, O, O], [E, B])))
+    found, tries, report = sequences(
+        trajectory(([A], [B, C]), ([A, B, C, O], [D]), ([A, B, C, O, D, O, O], [E, B]))
+    )
     assert found == [[A, B, C, O, D, O, O, E]]
     assert tries[0].loss.target.tolist() == [B, C, D, E, B]
     assert tries[0].loss.src.tolist() == [0, 1, 3, 6, 7]
@@ -142,7 +162,9 @@ def test_s11_observation_already_in_the_response_gives_an_empty_delta():
 
 
 def test_s11_both_kinds_in_one_trajectory():
-    found, _, _ = sequences(trajectory(([A], [B, O], [True, False]), ([A, B, O], [C]), ([A, B, O, C, O], [D])))
+    found, _, _ = sequences(
+        trajectory(([A], [B, O], [True, False]), ([A, B, O], [C]), ([A, B, O, C, O], [D]))
+    )
     assert found == [[A, B, O, C, O]]
 
 
@@ -217,7 +239,9 @@ def test_s3_the_advantage_lands_on_each_steps_own_positions():
                 rows = trie.loss.step == s.index
                 if rows.any():
                     assert trie.loss.target[rows].tolist() == s.response_ids.tolist()
-                    assert trie.loss.advantage[rows].tolist() == [s.index / 64] * len(s.response_ids)
+                    assert trie.loss.advantage[rows].tolist() == [s.index / 64] * len(
+                        s.response_ids
+                    )
 
 
 def test_s8_an_appended_eos_is_in_the_sequence_and_out_of_the_loss():
@@ -236,7 +260,9 @@ def test_s9_the_observation_is_context_of_the_next_step():
 
 
 def recorded(made, numbers, start=0):
-    made.routing = np.array(numbers, np.uint8)[:, None, None] + np.zeros((1, LAYERS, TOP_K), np.uint8)
+    made.routing = np.array(numbers, np.uint8)[:, None, None] + np.zeros(
+        (1, LAYERS, TOP_K), np.uint8
+    )
     made.routing_start = start
     return made
 
@@ -273,7 +299,12 @@ def test_s10_a_token_nobody_forwarded_is_free():
 
 
 def test_s10_appended_eos_empty_response_and_missing_records_shift_nothing():
-    turns = trajectory(([A], [B, EOS], [True, False]), ([A, B, EOS, O], []), ([A, B, EOS, O, O], [C]), ([A, B, D], [E]))
+    turns = trajectory(
+        ([A], [B, EOS], [True, False]),
+        ([A, B, EOS, O], []),
+        ([A, B, EOS, O, O], [C]),
+        ([A, B, D], [E]),
+    )
     recorded(turns.steps[0], [10])  # the engine saw A and sampled B; EOS came later
     recorded(turns.steps[1], [11, 12], start=1)
     recorded(turns.steps[2], [13, 14], start=3)
@@ -314,7 +345,9 @@ def test_d2_under_split_what_a_step_did_not_record_it_has_from_its_own_trajector
     stranger = trajectory(([A, B], [C]))
     turns = trajectory(([A, B], [C]), ([A, B, C, O], [D]), ([A, B, C, O, D, O], [E]))
     recorded(stranger.steps[0], [10, 11])
-    recorded(turns.steps[0], [20, 21])  # the second step recorded nothing, the third what came after the first
+    recorded(
+        turns.steps[0], [20, 21]
+    )  # the second step recorded nothing, the third what came after the first
     recorded(turns.steps[2], [22, 23, 24, 25], start=2)
     for layout in LAYOUTS:
         tries, _ = fold(samples_of(group_of(stranger, turns)), layout, "split")
@@ -345,7 +378,9 @@ def test_d2_routing_is_small_where_it_can_be_and_can_be_asked_for_by_layer():
 
 
 def test_trie_names_its_nodes_and_sequences():
-    (trie,), report = fold(samples_of(group_of(trajectory(([A, B], [C, D, D]), ([A, B, D, O], [E])))))
+    (trie,), report = fold(
+        samples_of(group_of(trajectory(([A, B], [C, D, D]), ([A, B, D, O], [E]))))
+    )
     assert trie.tokens.tolist() == [A, B, C, D, D, O]
     assert trie.node_starts.tolist() == [0, 2, 4]
     assert trie.sequence_starts().tolist() == [0] and trie.branches
@@ -362,4 +397,7 @@ def test_unknown_choices_are_named(kind):
 
 def test_folding_nothing_gives_nothing():
     assert fold([])[0] == []
-    assert step(0, [A], []).routing is None and fold(samples_of(group_of(trajectory(([A], [])))))[0] == []
+    assert (
+        step(0, [A], []).routing is None
+        and fold(samples_of(group_of(trajectory(([A], [])))))[0] == []
+    )

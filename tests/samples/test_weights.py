@@ -15,9 +15,15 @@ A, B, C = 1, 2, 3
 def batch():
     """Trained tokens per step: prompt 0: [2, 1], [3]; prompt 1: [1, 0]; an all-masked and an empty response."""
     return [
-        group_of(trajectory(([A], [B, B]), ([A, B, C], [B])), trajectory(([A], [B, B, B]), ([A], [])), id=0),
         group_of(
-            trajectory(([C], [B, B], [True, False]), ([C, B], [C], [False])), trajectory(([C], [C], [False])), id=1
+            trajectory(([A], [B, B]), ([A, B, C], [B])),
+            trajectory(([A], [B, B, B]), ([A], [])),
+            id=0,
+        ),
+        group_of(
+            trajectory(([C], [B, B], [True, False]), ([C, B], [C], [False])),
+            trajectory(([C], [C], [False])),
+            id=1,
         ),
     ]
 
@@ -38,8 +44,12 @@ def test_s13_weights_against_their_formulas(reduction, wanted):
 
 
 @settings(max_examples=80, deadline=None)
-@given(groups(routing=("none",)), st.sampled_from(UNITS), st.sampled_from(LAYOUTS), st.integers(1, 4))
-def test_s14_x4_weights_of_a_mini_batch_add_up_to_one_under_every_layout(made, reduction, layout, ranks):
+@given(
+    groups(routing=("none",)), st.sampled_from(UNITS), st.sampled_from(LAYOUTS), st.integers(1, 4)
+)
+def test_s14_x4_weights_of_a_mini_batch_add_up_to_one_under_every_layout(
+    made, reduction, layout, ranks
+):
     samples = make_samples(made, "step_returns", reduction)
     ranked, report = lay_out(samples, ranks, 128, 4, layout)
     total = sum(m.trie.loss.weight.astype(np.float64).sum() for rank in ranked for m in rank)
@@ -52,5 +62,7 @@ def test_nothing_trained_weighs_nothing():
 
 
 def test_unknown_units_are_refused():
-    with pytest.raises(ValueError, match="loss.reduction = batch: must be one of token, step, trajectory, prompt"):
+    with pytest.raises(
+        ValueError, match="loss.reduction = batch: must be one of token, step, trajectory, prompt"
+    ):
         token_weights(batch(), "batch")

@@ -23,7 +23,9 @@ def test_a_checksum_adds_up_over_pieces_and_sees_places():
     rows = [checksum(whole[:2], (0, 0), 10), checksum(whole[2:], (2, 0), 10)]
     columns = [checksum(whole[:, :3], (0, 0), 10), checksum(whole[:, 3:], (0, 3), 10)]
     assert add(*rows) == add(*columns) == checksum(whole)
-    assert checksum(whole) != checksum(whole.flip(0)) and checksum(whole.bfloat16()) != checksum(whole)
+    assert checksum(whole) != checksum(whole.flip(0)) and checksum(whole.bfloat16()) != checksum(
+        whole
+    )
     changed = whole.clone()
     changed[3, 4] = torch.nextafter(changed[3, 4], torch.tensor(9.0))
     assert checksum(changed) != checksum(whole)
@@ -49,7 +51,9 @@ def greedy_with_transformers(folder, prompts) -> tuple[list, object]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokens = model.generate(prompts, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    tokens = model.generate(
+        prompts, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     return tokens[:, prompts.shape[1] :].tolist(), model
 
 
@@ -80,7 +84,9 @@ def _check_against(model, prompt, generation) -> None:
     logprobs = output.logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
     wanted = logprobs.gather(1, torch.from_numpy(generation.ids).long()[:, None])[:, 0].numpy()
     np.testing.assert_allclose(generation.logprobs, wanted, atol=2e-4)
-    experts = torch.stack([layer.topk(2).indices for layer in output.router_logits], dim=1)[:-1]  # [P+R-1, L, K]
+    experts = torch.stack([layer.topk(2).indices for layer in output.router_logits], dim=1)[
+        :-1
+    ]  # [P+R-1, L, K]
     assert np.array_equal(np.sort(generation.routing, -1), experts.sort(-1).values.numpy())
 
 
@@ -95,7 +101,9 @@ def test_no_key_of_an_old_policy_is_served(rollouts, models):
     rollouts.on_ranks(shake, 5)
     rollouts.cluster.sync()
     new = rollouts.ask(prompts, sessions=["a", "b"])
-    elsewhere = rollouts.ask(prompts.flip(0), sessions=["a", "b"])[::-1]  # each on the engine that has not seen it
+    elsewhere = rollouts.ask(prompts.flip(0), sessions=["a", "b"])[
+        ::-1
+    ]  # each on the engine that has not seen it
     assert [g.ids.tolist() for g in new] == [g.ids.tolist() for g in elsewhere]
     for a, b in zip(new, elsewhere):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
@@ -105,7 +113,10 @@ def test_verify_sees_a_wrong_number(rollouts, models):
     rollouts.lay(models("qwen3_moe")[0], dict(expert=2))
     rollouts.cluster.sync()
     rollouts.on_ranks(corrupt_next_push)
-    with pytest.raises(Exception, match="sync.verify: tensor .* arrived with another checksum than it was sent with"):
+    with pytest.raises(
+        Exception,
+        match="sync.verify: tensor .* arrived with another checksum than it was sent with",
+    ):
         rollouts.cluster.sync()
     rollouts.on_ranks(lambda rank: rank.restore())
     rollouts.cluster.sync()

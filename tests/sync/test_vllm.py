@@ -14,7 +14,9 @@ NEW_TOKENS = 12
 
 def greedy_with_transformers(model) -> list[list[int]]:
     prompts = some_tokens()
-    tokens = model.generate(prompts, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    tokens = model.generate(
+        prompts, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     return tokens[:, prompts.shape[1] :].tolist()
 
 
@@ -40,9 +42,16 @@ def test_exports_generate_the_same_greedy_tokens(ranks, models, tmp_path):
 
 def greedy_with_vllm(folders) -> list[list[list[int]]]:
     """In a process of its own: vLLM wants one, and takes long to import."""
-    arguments = [json.dumps([str(f) for f in folders]), json.dumps(some_tokens().tolist()), str(NEW_TOKENS)]
+    arguments = [
+        json.dumps([str(f) for f in folders]),
+        json.dumps(some_tokens().tolist()),
+        str(NEW_TOKENS),
+    ]
     run = subprocess.run(
-        [sys.executable, "-m", "tests.sync.vllm_greedy", *arguments], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "tests.sync.vllm_greedy", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])

@@ -15,12 +15,25 @@ os.environ.update(
 def greedy(folder: str, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(folder, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=128, max_num_seqs=8)
-    sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    llm = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=8,
+    )
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
+    )
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 
 if __name__ == "__main__":
-    folders, prompts, new_tokens = json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+    folders, prompts, new_tokens = (
+        json.loads(sys.argv[1]),
+        json.loads(sys.argv[2]),
+        int(sys.argv[3]),
+    )
     print(json.dumps([greedy(folder, prompts, new_tokens) for folder in folders]))

@@ -65,18 +65,27 @@ class PlainLearner:
         for parameter in self.model.parameters():
             (decayed if parameter.ndim > 1 else others).append(parameter)
         self.adam = torch.optim.AdamW(
-            [dict(params=decayed, weight_decay=settings.weight_decay), dict(params=others, weight_decay=0.0)],
-            lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps,
+            [
+                dict(params=decayed, weight_decay=settings.weight_decay),
+                dict(params=others, weight_decay=0.0),
+            ],
+            lr=settings.lr,
+            betas=tuple(settings.betas),
+            eps=settings.eps,
         )
 
     def learn(self, groups: list[Group]) -> list[dict]:
         """Metrics and parameters after each optimizer step."""
         size = self.config.train.mini_batch_prompts
         count = math.ceil(len(groups) / size)
-        parts = [groups[i * len(groups) // count : (i + 1) * len(groups) // count] for i in range(count)]
+        parts = [
+            groups[i * len(groups) // count : (i + 1) * len(groups) // count] for i in range(count)
+        ]
         batches = [sequences(part, self.config) for part in parts]
         with torch.no_grad():  # of the policy before the first update of the batch
-            old = [[self.forward(self.model, sequence)[0] for sequence in batch] for batch in batches]
+            old = [
+                [self.forward(self.model, sequence)[0] for sequence in batch] for batch in batches
+            ]
         return [self.update(batch, before) for batch, before in zip(batches, old)]
 
     def update(self, batch: list[Sequence], old: list[torch.Tensor]) -> dict:
@@ -119,7 +128,9 @@ def learning_rate(config: Config, update: int) -> float:
     if number <= warmup:
         return settings.lr * number / warmup
     done = (number - warmup) / (config.optimizer_steps + 1 - warmup)
-    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[settings.schedule]
+    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
+        settings.schedule
+    ]
     return settings.min_lr + left * (settings.lr - settings.min_lr)
 
 
@@ -152,8 +163,10 @@ def advantages(group: Group, config: Config) -> dict[tuple[int, int], float]:
             returns[key] = sum(settings.gamma**k * reward for k, reward in enumerate(later))
             states[key] = tuple(step.prompt_ids.tolist()) if step.state is None else step.state
     if settings.estimator == "step_returns":
-        return {(t, s): value - np.mean([v for (_, other), v in returns.items() if other == s])
-                for (t, s), value in returns.items()}
+        return {
+            (t, s): value - np.mean([v for (_, other), v in returns.items() if other == s])
+            for (t, s), value in returns.items()
+        }
     episode = {t: standardized(total, list(totals.values())) for t, total in totals.items()}
     if settings.estimator == "grpo":
         return {(t, s): episode[t] for t, s in returns}
@@ -173,8 +186,15 @@ def standardized(value: float, among: list[float]) -> float:
 
 def weights(groups: list[Group], reduction: str) -> dict[tuple[int, int, int], float]:
     """Of each trained token, by group, trajectory and step."""
-    tokens = {(g.id, t.index, s.index): int(s.loss_mask.sum()) for g in groups for t in g.trajectories for s in t.steps}
-    kept = {"token": 0, "prompt": 1, "trajectory": 2, "step": 3}[reduction]  # of the key: what counts the same
+    tokens = {
+        (g.id, t.index, s.index): int(s.loss_mask.sum())
+        for g in groups
+        for t in g.trajectories
+        for s in t.steps
+    }
+    kept = {"token": 0, "prompt": 1, "trajectory": 2, "step": 3}[
+        reduction
+    ]  # of the key: what counts the same
     units = defaultdict(int)
     for key, count in tokens.items():
         units[key[:kept]] += count
@@ -219,8 +239,15 @@ class Metrics:
     def read(self) -> dict[str, float]:
         rows = self.rows
         gap = np.array(rows["gap"])
-        names = {"entropy": "entropy", "ratio": "ratio_mean", "clipped": "clip_fraction", "kl": "kl_reference",
-                 "importance": "importance_mean", "cut": "importance_cut_fraction", "size": "advantage_abs_mean"}
+        names = {
+            "entropy": "entropy",
+            "ratio": "ratio_mean",
+            "clipped": "clip_fraction",
+            "kl": "kl_reference",
+            "importance": "importance_mean",
+            "cut": "importance_cut_fraction",
+            "size": "advantage_abs_mean",
+        }
         return {f"train/{name}": float(np.mean(rows[column])) for column, name in names.items()} | {
             "train/loss": self.loss,
             "train/tokens_trained": len(gap),
@@ -233,7 +260,9 @@ class Metrics:
         }
 
 
-def step_loss(config: Config, sequence: Sequence, x, entropy, policy_before, reference, metrics: Metrics):
+def step_loss(
+    config: Config, sequence: Sequence, x, entropy, policy_before, reference, metrics: Metrics
+):
     settings, advantage = config.loss, sequence.advantage
     rollout = torch.from_numpy(sequence.step.logprobs[sequence.step.loss_mask])
     old = rollout if settings.old_logprobs == "rollout" else policy_before
@@ -244,19 +273,34 @@ def step_loss(config: Config, sequence: Sequence, x, entropy, policy_before, ref
     kl = torch.zeros_like(x)
     if settings.kl_coef:
         kl = (d.exp() - d - 1 if settings.kl_estimator == "k3" else d**2 / 2).clamp(max=10)
-    loss = (sequence.weight * (term + settings.kl_coef * kl - settings.entropy_coef * entropy)).sum()
+    loss = (
+        sequence.weight * (term + settings.kl_coef * kl - settings.entropy_coef * entropy)
+    ).sum()
     gap = (x if settings.old_logprobs == "rollout" else old) - rollout
-    metrics.add(loss, entropy=entropy, ratio=ratio, clipped=clipped, kl=kl, importance=importance, cut=cut, gap=gap,
-                size=torch.full_like(x, abs(advantage)))
+    metrics.add(
+        loss,
+        entropy=entropy,
+        ratio=ratio,
+        clipped=clipped,
+        kl=kl,
+        importance=importance,
+        cut=cut,
+        gap=gap,
+        size=torch.full_like(x, abs(advantage)),
+    )
     return loss
 
 
-def surrogate(settings, x, old, advantage: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def surrogate(
+    settings, x, old, advantage: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Term, ratio, and where it is clipped."""
     ratio = (x - old).exp()
     if settings.type == "reinforce":
         return -advantage * x, ratio, torch.zeros_like(x)
-    if settings.type == "gspo":  # the paper's GSPO-token: each token has the gradient of its own logprob
+    if (
+        settings.type == "gspo"
+    ):  # the paper's GSPO-token: each token has the gradient of its own logprob
         ratio = (x - old).mean().exp().detach() * (x - x.detach()).exp()
     bounded = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     if settings.type == "cispo":
@@ -267,17 +311,27 @@ def surrogate(settings, x, old, advantage: float) -> tuple[torch.Tensor, torch.T
     return term, ratio, term != -ratio * advantage
 
 
-def importance_of(config: Config, log_importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def importance_of(
+    config: Config, log_importance: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The factor of each term, and where it is not the importance itself."""
     settings, correction = config.loss, config.loss.importance_sampling.mode
     if correction == "auto":
-        correction = "truncate" if config.asynchronous.max_staleness > 0 and settings.old_logprobs == "policy" else "none"
+        correction = (
+            "truncate"
+            if config.asynchronous.max_staleness > 0 and settings.old_logprobs == "policy"
+            else "none"
+        )
     if correction == "none":
         return torch.ones_like(log_importance), torch.zeros_like(log_importance)
     if settings.importance_sampling.level == "step":
         log_importance = log_importance.sum().expand_as(log_importance)
     importance = log_importance.detach().exp()
     if correction == "truncate":
-        return importance.clamp(max=settings.importance_sampling.high), importance > settings.importance_sampling.high
-    inside = (importance >= settings.importance_sampling.low) & (importance <= settings.importance_sampling.high)
+        return importance.clamp(
+            max=settings.importance_sampling.high
+        ), importance > settings.importance_sampling.high
+    inside = (importance >= settings.importance_sampling.low) & (
+        importance <= settings.importance_sampling.high
+    )
     return inside.float(), ~inside

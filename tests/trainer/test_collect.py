@@ -42,10 +42,15 @@ def test_a_result_passes_through():
     assert asyncio.run(_stoppable(work())) == 7
 
 
-@pytest.mark.parametrize("name, reason", [
-    ("no/folder/x", "must be a file in a folder that is there"), (".", "must be a file in a folder that is there"),
-    ("a\0b", "is not a file name"), ("x" * 300, "cannot be written (File name too long)"),
-])
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("no/folder/x", "must be a file in a folder that is there"),
+        (".", "must be a file in a folder that is there"),
+        ("a\0b", "is not a file name"),
+        ("x" * 300, "cannot be written (File name too long)"),
+    ],
+)
 def test_out_that_cannot_be_written(name, reason, tmp_path):
     refused("rollout", CONFIG, "--out", f"{tmp_path}/{name}", names=reason)
 

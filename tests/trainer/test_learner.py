@@ -5,42 +5,80 @@ import numpy as np
 import pytest
 import torch
 
-from megastep.trainer.learner import Learner
 from megastep.policy.worker import Update
-from megastep.samples.metrics import over_mini_batches
 from megastep.report.meanings import meaning_of
+from megastep.samples.metrics import over_mini_batches
+from megastep.trainer.learner import Learner
 from tests import cases
-from tests.trainer.plain_loop import PlainLearner, Sequence, conflicting_groups
 from tests.policy.updates import steps_of
+from tests.trainer.plain_loop import PlainLearner, Sequence, conflicting_groups
 
 MODEL = "qwen3_moe"
 COMMON = {
-    "rollout.prompts": 3, "train.mini_batch_prompts": 2, "train.steps": 2, "train.micro_batch_tokens": 120,
+    "rollout.prompts": 3,
+    "train.mini_batch_prompts": 2,
+    "train.steps": 2,
+    "train.micro_batch_tokens": 120,
     "routing_replay.min_agreement": 0.0,  # the recorded experts are made up
-    "optimizer.lr": 1e-2, "optimizer.betas": [0.8, 0.9], "optimizer.eps": 1e-3, "optimizer.weight_decay": 0.1,
+    "optimizer.lr": 1e-2,
+    "optimizer.betas": [0.8, 0.9],
+    "optimizer.eps": 1e-3,
+    "optimizer.weight_decay": 0.1,
 }
 CASES = {
     "ppo_clip": {
-        "loss.type": "ppo_clip", "loss.reduction": "prompt", "loss.clip_low": 0.1, "loss.clip_high": 0.3,
-        "loss.dual_clip": 1.2, "loss.kl_coef": 0.05, "loss.entropy_coef": 0.2, "loss.importance_sampling.mode": "truncate",
-        "loss.importance_sampling.level": "step", "loss.importance_sampling.high": 1.3, "advantage.estimator": "gigpo",
-        "advantage.gamma": 0.6, "advantage.step_coef": 0.4, "routing_replay.on_conflict": "split", "rollout.temperature": 0.7,
-        "optimizer.clip_grad": 0.3, "optimizer.warmup_steps": 3,
+        "loss.type": "ppo_clip",
+        "loss.reduction": "prompt",
+        "loss.clip_low": 0.1,
+        "loss.clip_high": 0.3,
+        "loss.dual_clip": 1.2,
+        "loss.kl_coef": 0.05,
+        "loss.entropy_coef": 0.2,
+        "loss.importance_sampling.mode": "truncate",
+        "loss.importance_sampling.level": "step",
+        "loss.importance_sampling.high": 1.3,
+        "advantage.estimator": "gigpo",
+        "advantage.gamma": 0.6,
+        "advantage.step_coef": 0.4,
+        "routing_replay.on_conflict": "split",
+        "rollout.temperature": 0.7,
+        "optimizer.clip_grad": 0.3,
+        "optimizer.warmup_steps": 3,
     },
     "gspo": {
-        "loss.type": "gspo", "loss.reduction": "step", "loss.clip_low": 0.02, "loss.clip_high": 0.05, "loss.kl_coef": 0.1,
-        "loss.kl_estimator": "k2", "loss.importance_sampling.mode": "mask", "loss.importance_sampling.low": 0.7, "loss.importance_sampling.high": 1.6,
-        "advantage.estimator": "step_returns", "advantage.gamma": 0.5, "rollout.temperature": 1.3,
-        "train.pack_layout": "merge", "optimizer.clip_grad": 0.5,
+        "loss.type": "gspo",
+        "loss.reduction": "step",
+        "loss.clip_low": 0.02,
+        "loss.clip_high": 0.05,
+        "loss.kl_coef": 0.1,
+        "loss.kl_estimator": "k2",
+        "loss.importance_sampling.mode": "mask",
+        "loss.importance_sampling.low": 0.7,
+        "loss.importance_sampling.high": 1.6,
+        "advantage.estimator": "step_returns",
+        "advantage.gamma": 0.5,
+        "rollout.temperature": 1.3,
+        "train.pack_layout": "merge",
+        "optimizer.clip_grad": 0.5,
     },
     "cispo": {
-        "loss.type": "cispo", "loss.reduction": "trajectory", "loss.clip_low": 0.3, "loss.clip_high": 0.5,
-        "loss.old_logprobs": "rollout", "loss.entropy_coef": 0.1, "routing_replay.on_conflict": "split", "train.pack_layout": "flat",
+        "loss.type": "cispo",
+        "loss.reduction": "trajectory",
+        "loss.clip_low": 0.3,
+        "loss.clip_high": 0.5,
+        "loss.old_logprobs": "rollout",
+        "loss.entropy_coef": 0.1,
+        "routing_replay.on_conflict": "split",
+        "train.pack_layout": "flat",
         "optimizer.clip_grad": 0.0,
     },
     "reinforce": {
-        "loss.type": "reinforce", "loss.entropy_coef": 0.3, "routing_replay.enabled": False, "rollout.temperature": 0.8,
-        "asynchronous.max_staleness": 1, "loss.importance_sampling.high": 1.1,
+        "loss.type": "reinforce",
+        "loss.entropy_coef": 0.3,
+        "routing_replay.enabled": False,
+        "rollout.temperature": 0.8,
+        "asynchronous.max_staleness": 1,
+        "loss.importance_sampling.high": 1.1,
     },
 }
 
@@ -55,7 +93,11 @@ def test_two_batches_equal_a_plain_loop(name, ranks, models):
 def test_schedules_equal_a_plain_loop(schedule, ranks, models):
     """A9: the whole rate once the warm-up is over, and a last update that still counts."""
     folder, _ = models(MODEL)
-    scheduled = {"optimizer.schedule": schedule, "optimizer.min_lr": 1e-3, "optimizer.warmup_steps": 1}
+    scheduled = {
+        "optimizer.schedule": schedule,
+        "optimizer.min_lr": 1e-3,
+        "optimizer.warmup_steps": 1,
+    }
     check(folder, ranks, {**COMMON, **CASES["reinforce"], **scheduled})
 
 
@@ -86,7 +128,9 @@ def compare(mine: dict, theirs: dict) -> None:
 
 def laid_out(folder, layout: dict = {}, **settings) -> list[list]:
     """Micro-batches of each rank, from 3 prompts."""
-    given = {"train.micro_batch_tokens": 4096} | {key.replace("__", "."): value for key, value in settings.items()}
+    given = {"train.micro_batch_tokens": 4096} | {
+        key.replace("__", "."): value for key, value in settings.items()
+    }
     learner = Learner(cases.make_config(folder, layout, given), policy=None)
     return learner.lay_out(conflicting_groups(prompts=3), "token")[0]
 
@@ -99,7 +143,9 @@ def test_layout_settings_reach_the_micro_batches(models):
     def lengths(*given, **settings):
         return [[len(m.trie) for m in batches] for batches in laid_out(folder, *given, **settings)]
 
-    ((flat,),), ((merge,),), ((trie,),) = (lengths(samples__layout=name) for name in ("flat", "merge", "trie"))
+    ((flat,),), ((merge,),), ((trie,),) = (
+        lengths(samples__layout=name) for name in ("flat", "merge", "trie")
+    )
     assert flat > merge > trie
     (small,) = lengths(train__micro_batch_tokens=64)
     assert len(small) > 1 and max(small) <= 64
@@ -117,7 +163,9 @@ def test_the_softmax_keeps_as_many_rows_as_the_config_says(ranks, models):
     """policy.logits_chunk_rows: a matter of memory, and of no result."""
     folder, _ = models(MODEL)
     for rows in (48, 1000):
-        (kept,) = ranks(1).run(cases.rows_kept, folder=folder, settings={"policy.logits_chunk_rows": rows})
+        (kept,) = ranks(1).run(
+            cases.rows_kept, folder=folder, settings={"policy.logits_chunk_rows": rows}
+        )
         assert kept == {rows}
 
 
@@ -137,7 +185,9 @@ class Recorder:
     def scatter(self, method: str, by_data_rank: list) -> list:
         assert method == "learn"
         (mini_batches,) = by_data_rank
-        self.batches.append([sorted({int(g) for m in batch for g in m.trie.loss.group}) for batch in mini_batches])
+        self.batches.append(
+            [sorted({int(g) for m in batch for g in m.trie.loss.group}) for batch in mini_batches]
+        )
         metrics = {"train/loss": float(len(self.batches)), "train/empty_mini_batches": 0.0}
         return [[Update(metrics) for _ in mini_batches]]
 
@@ -145,8 +195,16 @@ class Recorder:
 def test_a_warm_start_is_as_long_as_the_config_says(models):
     """warm_start.epochs, batch and lr; afterwards everything begins as the rest of the config says."""
     folder, _ = models(MODEL)
-    settings = {"warm_start.trajectories": 5, "warm_start.epochs": 3, "warm_start.batch": 2, "warm_start.lr": 0.02,
-                "optimizer.lr": 0.5, "optimizer.betas": [0.7, 0.8], "train.steps": 4, "loss.kl_coef": 0.3}
+    settings = {
+        "warm_start.trajectories": 5,
+        "warm_start.epochs": 3,
+        "warm_start.batch": 2,
+        "warm_start.lr": 0.02,
+        "optimizer.lr": 0.5,
+        "optimizer.betas": [0.7, 0.8],
+        "train.steps": 4,
+        "loss.kl_coef": 0.3,
+    }
 
     def started(seed: int):
         policy, losses = Recorder(), []
@@ -158,9 +216,18 @@ def test_a_warm_start_is_as_long_as_the_config_says(models):
     config, policy, losses, metrics = started(seed=1)
     assert losses == [float(n) for n in range(1, 10)] and metrics == {"warm_start/loss": 9.0}
     (supervised, supervised_loss, steps), (optimizer, loss, rest) = policy.begun
-    assert (supervised.lr, supervised.schedule, supervised.min_lr, steps) == (0.02, "linear", 0.0, 9)
+    assert (supervised.lr, supervised.schedule, supervised.min_lr, steps) == (
+        0.02,
+        "linear",
+        0.0,
+        9,
+    )
     assert supervised.betas == [0.7, 0.8]
-    assert (supervised_loss.type, supervised_loss.kl_coef, supervised_loss.entropy_coef) == ("nll", 0.0, 0.0)
+    assert (supervised_loss.type, supervised_loss.kl_coef, supervised_loss.entropy_coef) == (
+        "nll",
+        0.0,
+        0.0,
+    )
     assert (optimizer, loss, rest) == (config.optimizer, config.policy_loss, 4)
     epochs = [[id for (batch,) in policy.batches[n : n + 3] for id in batch] for n in (0, 3, 6)]
     assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
@@ -171,14 +238,22 @@ def test_demonstrations_are_learned_without_temperature_replay_kl_and_entropy(ra
     """They were neither sampled nor routed; rollouts afterwards are."""
     folder, model = models(MODEL)
     settings = {
-        "rollout.temperature": 0.5, "loss.kl_coef": 0.5, "loss.entropy_coef": 0.5, "loss.reduction": "prompt",
-        "warm_start.batch": 4, "warm_start.trajectories": 3, "warm_start.epochs": 2, "warm_start.lr": 1e-2,
+        "rollout.temperature": 0.5,
+        "loss.kl_coef": 0.5,
+        "loss.entropy_coef": 0.5,
+        "loss.reduction": "prompt",
+        "warm_start.batch": 4,
+        "warm_start.trajectories": 3,
+        "warm_start.epochs": 2,
+        "warm_start.lr": 1e-2,
     }
     groups = conflicting_groups(prompts=3)
     (found,) = ranks(1).run(cases.warm_start, folder=folder, settings=settings, groups=groups)
     plain = PlainLearner(folder, cases.make_config(folder, {}, {}))
     with torch.no_grad():
-        logprobs = [plain.forward(model, Sequence(step, 0.0, 0.0, None))[0] for step in steps_of(groups)]
+        logprobs = [
+            plain.forward(model, Sequence(step, 0.0, 0.0, None))[0] for step in steps_of(groups)
+        ]
     assert found["losses"][0] == pytest.approx(-torch.cat(logprobs).mean().item(), rel=1e-4)
     assert found["losses"][1] < found["losses"][0]
     assert found["temperatures"] == [1.0, 1.0, 0.5] and found["kinds"] == ["nll", "nll", "ppo_clip"]

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from megastep.errors import RunFailed
-from megastep.config import load
 from megastep.checkpoint.loop_state import LoopState
+from megastep.config import load
+from megastep.errors import RunFailed
 from megastep.rollout import stream
 from megastep.rollout.data import PromptStream
-from megastep.trainer.rundir import Run
 from megastep.samples import store
 from megastep.trainer.loop import LiveLine, Loop
+from megastep.trainer.rundir import Run
 from tests.rollout.test_stream import Episodes
 from tests.runs import LOCAL
 
@@ -47,10 +47,18 @@ class Policy(SimpleNamespace):
 
 def make_loop(tmp_path, episodes: Episodes, *given: str, state=LoopState(0)) -> Loop:
     prompts = PromptStream([{"n": n} for n in range(50)], seed=0)
-    task = SimpleNamespace(pool=lambda _: episodes, stream=lambda: prompts, eval_prompts=lambda: ["held out"],
-                           eval_pool=lambda _: SimpleNamespace(run=held_out))
-    cluster = SimpleNamespace(engines=SimpleNamespace(generate=None), policy=Policy(calls=[]), sync=lambda: 7,
-                              to_policy=lambda: None)
+    task = SimpleNamespace(
+        pool=lambda _: episodes,
+        stream=lambda: prompts,
+        eval_prompts=lambda: ["held out"],
+        eval_pool=lambda _: SimpleNamespace(run=held_out),
+    )
+    cluster = SimpleNamespace(
+        engines=SimpleNamespace(generate=None),
+        policy=Policy(calls=[]),
+        sync=lambda: 7,
+        to_policy=lambda: None,
+    )
     loop = Loop(load(LOCAL, [*GIVEN, *given]), task, cluster, Run(tmp_path, None, state), log=None)
     episodes.stream = loop.stream
     return loop
@@ -66,30 +74,43 @@ def test_s15_what_is_too_old_is_not_trained_on_whatever_the_schedule_was(version
     episodes = Versioned()
     episodes.version = version
     loop = make_loop(tmp_path, episodes, "async.max_staleness=1")
-    loop.ages.pushed, loop.step = [3, 5, 6], 1
+    loop.staleness.synced_versions, loop.step = [3, 5, 6], 1
     with loop.stream:
         groups, metrics = loop.collect()
     assert len(groups) == kept and metrics["rollout/trajectories"] == 4 * episodes.samples
     assert metrics["filter/dropped"] == (4 - kept) * episodes.samples
 
 
-@pytest.mark.parametrize("sampling, kept, played", [(True, [1, 3, 5, 7], 8), (False, [0, 1, 2, 3], 4)])
-def test_a10_a_group_without_a_trained_token_does_not_fill_a_batch(sampling, kept, played, tmp_path):
+@pytest.mark.parametrize(
+    "sampling, kept, played", [(True, [1, 3, 5, 7], 8), (False, [0, 1, 2, 3], 4)]
+)
+def test_a10_a_group_without_a_trained_token_does_not_fill_a_batch(
+    sampling, kept, played, tmp_path
+):
     """Rewards differ in every group. A group that trains nothing is replaced by dynamic sampling; without it, it stays
     in its mini-batch. A trajectory that is both masked and dropped counts once."""
-    loop = make_loop(tmp_path, CutOff(), "filters.truncated=mask", f"filters.dynamic_sampling={sampling}")
+    loop = make_loop(
+        tmp_path, CutOff(), "filters.truncated=mask", f"filters.dynamic_sampling={sampling}"
+    )
     loop.step = 1
     with loop.stream:
         groups, metrics = loop.collect()
     assert [group.id for group in groups] == kept and metrics["rollout/prompts"] == played
-    assert metrics["filter/dropped"] == played // 2 * CutOff.samples and metrics["filter/dropped_share"] == 0.5
+    assert (
+        metrics["filter/dropped"] == played // 2 * CutOff.samples
+        and metrics["filter/dropped_fraction"] == 0.5
+    )
 
 
 def test_s15_groups_that_are_given_up_are_counted(tmp_path):
     """async.on_stale=drop: prompt 1 never ends, and nobody waits for it."""
-    loop = make_loop(tmp_path, Versioned(lambda id, index: None if id == 1 else 0.0), "async.max_staleness=1",
-                     "async.on_stale=drop")
-    loop.ages.pushed = [0]
+    loop = make_loop(
+        tmp_path,
+        Versioned(lambda id, index: None if id == 1 else 0.0),
+        "async.max_staleness=1",
+        "async.on_stale=drop",
+    )
+    loop.staleness.synced_versions = [0]
     counted = []
     with loop.stream:
         for loop.step in (1, 2, 3):
@@ -99,7 +120,7 @@ def test_s15_groups_that_are_given_up_are_counted(tmp_path):
 
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_s5_x6_an_evaluation_that_was_under_way_is_made_again(evaluates, tmp_path):
-    state = LoopState(2, evaluates=evaluates, pushed=[3, 5])
+    state = LoopState(2, evaluates=evaluates, synced_versions=[3, 5])
     loop = make_loop(tmp_path, Versioned(), "async.max_staleness=1", state=state)
     with loop.stream:
         loop.begin([])
@@ -107,13 +128,21 @@ def test_s5_x6_an_evaluation_that_was_under_way_is_made_again(evaluates, tmp_pat
         if evaluates:
             step, future = loop.evaluation._running
             assert step == 2 and future.result() == ["held out"]
-    assert loop.ages.pushed == [3, 5, 7]  # what the engines had before, and what they have now
+    assert loop.staleness.synced_versions == [
+        3,
+        5,
+        7,
+    ]  # what the engines had before, and what they have now
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_x6_a_checkpoint_that_was_written_counts_while_groups_are_waited_for(in_background, tmp_path, monkeypatch):
+def test_x6_a_checkpoint_that_was_written_counts_while_groups_are_waited_for(
+    in_background, tmp_path, monkeypatch
+):
     monkeypatch.setattr(stream, "MEANWHILE_S", 0.01)
-    loop = make_loop(tmp_path, Versioned(lambda id, index: 0.2), f"checkpoint.asynchronous={in_background}")
+    loop = make_loop(
+        tmp_path, Versioned(lambda id, index: 0.2), f"checkpoint.asynchronous={in_background}"
+    )
     loop.step = 1
     with loop.stream:
         loop.collect()
@@ -140,7 +169,7 @@ class Judged(Episodes):
 def collected(tmp_path, judge, *given: str) -> tuple[list, dict]:
     """The groups to train on, as {id: indices of its trajectories}, and the metrics."""
     loop = make_loop(tmp_path, Judged(judge), *given)
-    loop.ages.pushed, loop.step = [0], 1
+    loop.staleness.synced_versions, loop.step = [0], 1
     with loop.stream:
         groups, metrics = loop.collect()
     return {group.id: [t.index for t in group.trajectories] for group in groups}, metrics
@@ -172,18 +201,25 @@ def test_rewards_that_are_not_finite_are_not_trained_on(tmp_path):
         trajectory.steps[0].reward = float("nan") if (id, index) == (2, 0) else float(index)
 
     kept, metrics = collected(tmp_path, judge)
-    assert kept == {0: EVERYONE, 1: EVERYONE, 2: [1, 2], 3: EVERYONE} and metrics["filter/dropped"] == 1
+    assert (
+        kept == {0: EVERYONE, 1: EVERYONE, 2: [1, 2], 3: EVERYONE}
+        and metrics["filter/dropped"] == 1
+    )
 
 
-@pytest.mark.parametrize("policy, kept, trained", [("keep", EVERYONE, 6), ("mask", EVERYONE, 4), ("drop", [0, 2], 4)])
-def test_trajectories_that_were_cut_off_are_treated_as_filters_over_long_says(policy, kept, trained, tmp_path):
+@pytest.mark.parametrize(
+    "policy, kept, trained", [("keep", EVERYONE, 6), ("mask", EVERYONE, 4), ("drop", [0, 2], 4)]
+)
+def test_trajectories_that_were_cut_off_are_treated_as_filters_over_long_says(
+    policy, kept, trained, tmp_path
+):
     def judge(id, index, trajectory):
         rewarded(id, index, trajectory)
         if (id, index) == (1, 1):
             trajectory.steps[0].finish = "length"
 
     loop = make_loop(tmp_path, Judged(judge), f"filters.truncated={policy}")
-    loop.ages.pushed, loop.step = [0], 1
+    loop.staleness.synced_versions, loop.step = [0], 1
     with loop.stream:
         (group,) = [group for group in loop.collect()[0] if group.id == 1]
     assert [t.index for t in group.trajectories] == kept
@@ -194,16 +230,21 @@ def odd_ones_differ(id, index, trajectory):
     trajectory.steps[0].reward = float(index) if id % 2 else 1.0
 
 
-@pytest.mark.parametrize("given, ids, played", [
-    ([], [0, 1, 2, 3], 4),
-    (["filters.zero_variance=true"], [1, 3], 4),
-    (["filters.dynamic_sampling=true"], [1, 3, 5, 7], 8),
-])
+@pytest.mark.parametrize(
+    "given, ids, played",
+    [
+        ([], [0, 1, 2, 3], 4),
+        (["filters.zero_variance=true"], [1, 3], 4),
+        (["filters.dynamic_sampling=true"], [1, 3, 5, 7], 8),
+    ],
+)
 def test_prompts_whose_trajectories_earned_the_same(given, ids, played, tmp_path):
     """Kept, left out, or replaced by others until the batch is full; dynamic_sampling needs no zero_variance."""
     kept, metrics = collected(tmp_path, odd_ones_differ, *given)
     assert list(kept) == ids
-    assert metrics["rollout/prompts"] == played and metrics["filter/dropped"] == 3 * (played - len(ids))
+    assert metrics["rollout/prompts"] == played and metrics["filter/dropped"] == 3 * (
+        played - len(ids)
+    )
 
 
 @pytest.mark.parametrize("limit", [2, 3])
@@ -211,8 +252,12 @@ def test_dynamic_sampling_gives_up_after_max_batches(limit, tmp_path):
     def all_alike(id, index, trajectory):
         trajectory.steps[0].reward = 1.0
 
-    with pytest.raises(RunFailed, match=f"filters.max_batches = {limit}: of {4 * limit} prompts 0 had"):
-        collected(tmp_path, all_alike, "filters.dynamic_sampling=true", f"filters.max_batches={limit}")
+    with pytest.raises(
+        RunFailed, match=f"filters.max_batches = {limit}: of {4 * limit} prompts 0 had"
+    ):
+        collected(
+            tmp_path, all_alike, "filters.dynamic_sampling=true", f"filters.max_batches={limit}"
+        )
 
 
 # ---------------------------------------------------------------- a whole run
@@ -222,11 +267,21 @@ def test_what_happens_at_which_step(tmp_path, monkeypatch):
     """train.steps, loop.eval_every, checkpoint.every_steps, run.rollouts_every, run.report_prompts, rollout.prompts,
     eval.prompts."""
     loop = make_loop(
-        tmp_path, Judged(rewarded), "train.steps=7", "train.eval_every=3", "checkpoint.every_steps=2",
-        "run.rollouts_every=5", "run.report_prompts=2", "async.max_staleness=0", "rollout.prompts=3", "optimizer.warmup_steps=0",
+        tmp_path,
+        Judged(rewarded),
+        "train.steps=7",
+        "train.eval_every=3",
+        "checkpoint.every_steps=2",
+        "run.rollouts_every=5",
+        "run.report_prompts=2",
+        "async.max_staleness=0",
+        "rollout.prompts=3",
+        "optimizer.warmup_steps=0",
     )
     learned, rows, saved, begun = [], [], [], []
-    loop.learner = SimpleNamespace(learn=lambda groups: learned.append([g.id for g in groups]) or {}, policy=None)
+    loop.learner = SimpleNamespace(
+        learn=lambda groups: learned.append([g.id for g in groups]) or {}, policy=None
+    )
     loop.log = SimpleNamespace(write=lambda step, metrics: rows.append((step, metrics)))
     loop.cluster.policy.call = lambda method, *given: saved.append((method, loop.step))
     loop.cluster.sync = lambda: 0  # the version that the episodes have
@@ -238,7 +293,9 @@ def test_what_happens_at_which_step(tmp_path, monkeypatch):
     assert [step for step, _ in rows] == list(range(8))
     assert begun == [0, 3, 6, 7] == [step for step, metrics in rows if "eval/success" in metrics]
     assert [step for method, step in saved if method == "save"] == [2, 4, 6, 7]
-    kept = {p.stem: [group.id for group in store.read(p)] for p in (tmp_path / "rollouts").iterdir()}
+    kept = {
+        p.stem: [group.id for group in store.read(p)] for p in (tmp_path / "rollouts").iterdir()
+    }
     assert kept == {"step_5": [12, 13, 14], "step_7": [18, 19, 20], "latest": [18, 19]}
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megastep.errors import CheckpointError, RunDirError
-from megastep.models.architecture import read_architecture
-from megastep.config import load
 from megastep.checkpoint.loop_state import LoopState
 from megastep.checkpoint.manifest import describe, write_manifest
+from megastep.config import load
+from megastep.errors import CheckpointError, RunDirError
+from megastep.models.architecture import read_architecture
 from megastep.trainer.rundir import Run
 from tests.bad_input.harness import refused
 from tests.processes import alive, descendants
@@ -25,12 +25,17 @@ def checkpoint(root: Path, step: int) -> Path:
     folder = root / f"step_{step}"
     folder.mkdir(parents=True)
     LoopState(step).write(folder)
-    write_manifest(folder, describe(read_architecture(load(LOCAL, []).model.path), step, None, with_optimizer=True))
+    write_manifest(
+        folder,
+        describe(read_architecture(load(LOCAL, []).model.path), step, None, with_optimizer=True),
+    )
     return folder
 
 
 def find(root: Path, name: str, resume: Path | str = "auto", kl: float = 0.1) -> Run:
-    config = load(LOCAL, [f"run.dir={root}", f"run.name={name}", f"run.resume={resume}", f"loss.kl_coef={kl}"])
+    config = load(
+        LOCAL, [f"run.dir={root}", f"run.name={name}", f"run.resume={resume}", f"loss.kl_coef={kl}"]
+    )
     run = Run.find(config, "local")
     run.create(config)
     run.lock.close()  # as if its process had ended
@@ -51,7 +56,11 @@ def test_the_command_that_began_a_run_goes_on_with_it(first, tmp_path):
     assert find(tmp_path, "second", begun_with).checkpoint == begun_with
     assert find(tmp_path, "second").checkpoint == begun_with  # killed before it had one of its own
     own = checkpoint(tmp_path / "second" / "checkpoints", 10)
-    assert find(tmp_path, "second", begun_with).checkpoint == find(tmp_path, "second").checkpoint == own
+    assert (
+        find(tmp_path, "second", begun_with).checkpoint
+        == find(tmp_path, "second").checkpoint
+        == own
+    )
     with pytest.raises(CheckpointError, match="step_10: is ahead of step 0"):
         find(tmp_path, "second", first / "start" / "step_0")
 
@@ -80,7 +89,10 @@ def test_a_reference_that_is_gone_is_refused_where_it_is_needed(first, tmp_path)
 def test_a_start_is_a_runs_own_or_anothers(first, tmp_path):
     assert find(tmp_path, "second", first / "start" / "step_0").comes_from_another
     checkpoint(tmp_path / "second" / "start", 0)
-    assert not find(tmp_path, "second").comes_from_another and not find(tmp_path, "new").comes_from_another
+    assert (
+        not find(tmp_path, "second").comes_from_another
+        and not find(tmp_path, "new").comes_from_another
+    )
 
 
 def test_a_run_that_begins_anew_forgets_where_it_came_from(first, tmp_path):
@@ -104,8 +116,12 @@ time.sleep(60)
 
 
 def hold(folder: Path, *more: str) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder), *more], stdout=subprocess.PIPE, text=True,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder), *more],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     assert process.stdout.readline() == "held\n"
     return process
 
@@ -116,9 +132,13 @@ def test_a_run_is_one_processs_at_a_time(tmp_path):
     folder.mkdir()
     holder = hold(folder)
     try:
-        (line,) = refused("train", LOCAL, "warm_start.trajectories=0", f"run.dir={tmp_path}", "run.name=r")
-        assert line == (f"error: {folder}: in use by process {holder.pid} on {socket.gethostname()}; wait for it to "
-                        "end, stop it, or give another run.name")
+        (line,) = refused(
+            "train", LOCAL, "warm_start.trajectories=0", f"run.dir={tmp_path}", "run.name=r"
+        )
+        assert line == (
+            f"error: {folder}: in use by process {holder.pid} on {socket.gethostname()}; wait for it to "
+            "end, stop it, or give another run.name"
+        )
         assert [path.name for path in folder.iterdir()] == ["lock"]
     finally:
         holder.kill()

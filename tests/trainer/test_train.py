@@ -21,10 +21,24 @@ from tests.runs import LOCAL, begin, exported, left, megastep, run, trained_ids
 pytestmark = pytest.mark.timeout(1200)  # whole runs, on a machine that may be busy
 RISE = 0.25  # of held-out success in the shortened quickstart; the whole one gains more than 0.55
 LISTED = (
-    "reward/mean", "reward/success", "rollout/turns_mean", "rollout/response_tokens_mean", "turn/count", "train/loss",
-    "train/grad_norm", "train/tokens_computed", "train/tokens_distinct", "train/sequences_before_merge",
-    "train/sequences_after_merge", "mismatch/kl", "mismatch/max_abs", "replay/conflict_rate", "replay/free_fraction",
-    "time/rollout_s", "time/update_s", "time/sync_s",
+    "reward/mean",
+    "reward/success",
+    "rollout/turns_mean",
+    "rollout/response_tokens_mean",
+    "turn/count",
+    "train/loss",
+    "train/grad_norm",
+    "train/tokens_computed",
+    "train/tokens_distinct",
+    "train/sequences_before_merge",
+    "train/sequences_after_merge",
+    "mismatch/kl",
+    "mismatch/max_abs",
+    "routing_replay/conflict_rate",
+    "routing_replay/free_fraction",
+    "time/rollout_s",
+    "time/update_s",
+    "time/sync_s",
 )
 
 
@@ -35,7 +49,11 @@ LISTED = (
 def quick(tmp_path_factory):
     """The quickstart with a third of its steps."""
     folder = tmp_path_factory.mktemp("runs")
-    done = run(megastep("train", folder, "quick", "train.steps=8", "run.wandb=offline", "run.rollouts_every=8"))
+    done = run(
+        megastep(
+            "train", folder, "quick", "train.steps=8", "run.wandb=offline", "run.rollouts_every=8"
+        )
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "quick", done
 
@@ -66,13 +84,23 @@ def test_d2_the_trainer_sees_what_the_engine_sampled(quick):
 
 def test_the_run_directory_is_complete(quick):
     folder, done = quick
-    assert {"config.yaml", "metrics.jsonl", "log.txt", "start", "checkpoints", "rollouts", "wandb", "report.html",
-            "curves.png"} <= {
-        p.name for p in folder.iterdir()
-    }
+    assert {
+        "config.yaml",
+        "metrics.jsonl",
+        "log.txt",
+        "start",
+        "checkpoints",
+        "rollouts",
+        "wandb",
+        "report.html",
+        "curves.png",
+    } <= {p.name for p in folder.iterdir()}
     assert "8/8" in done.stdout and f"checkpoint: {folder}/checkpoints/step_8" in done.stdout
     assert "held-out success" in done.stdout
-    assert sum(len(g.trajectories) for g in store.read(folder / "rollouts" / "step_8.safetensors")) == 256
+    assert (
+        sum(len(g.trajectories) for g in store.read(folder / "rollouts" / "step_8.safetensors"))
+        == 256
+    )
 
 
 def test_d7_wandb_is_written_offline(quick):
@@ -107,7 +135,11 @@ def test_d6_checkpoint_of_the_run_exports_and_imports(quick, tmp_path):
     convert = [sys.executable, "tools/convert_ckpt.py"]
     first, again, back = tmp_path / "hf", tmp_path / "hf2", tmp_path / "ckpt"
     checkpoint = quick[0] / "checkpoints" / "step_8"
-    subprocess.run([*convert, "export", checkpoint, first, "--shard-size", "300KB"], check=True, capture_output=True)
+    subprocess.run(
+        [*convert, "export", checkpoint, first, "--shard-size", "300KB"],
+        check=True,
+        capture_output=True,
+    )
     subprocess.run([*convert, "import", first, back], check=True, capture_output=True)
     subprocess.run([*convert, "export", back, again], check=True, capture_output=True)
     one, two = HFReader(first), HFReader(again)
@@ -121,15 +153,29 @@ def test_d6_checkpoint_of_the_run_exports_and_imports(quick, tmp_path):
 # One engine and one call at a time: what shares a forward pass is then the same in every run. With dynamic sampling the
 # data's position does not follow from the step, and the KL needs the policy of the start.
 SMALL = (
-    "train.steps=6", "rollout.prompts=4", "rollout.samples_per_prompt=4", "rollout.concurrency=1", "train.mini_batch_prompts=2",
-    "eval.prompts=4", "eval.samples_per_prompt=1", "filters.dynamic_sampling=true", "loss.kl_coef=0.01", "checkpoint.every_steps=1",
+    "train.steps=6",
+    "rollout.prompts=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.concurrency=1",
+    "train.mini_batch_prompts=2",
+    "eval.prompts=4",
+    "eval.samples_per_prompt=1",
+    "filters.dynamic_sampling=true",
+    "loss.kl_coef=0.01",
+    "checkpoint.every_steps=1",
 )
 
 
 def numbers(folder) -> list[dict]:
     """All metrics but those that tell the time."""
-    return [{name: value for name, value in row.items() if not name.startswith("time/") and "per_s" not in name}
-            for row in read_metrics(folder)]
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith("time/") and "per_s" not in name
+        }
+        for row in read_metrics(folder)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +230,12 @@ def test_x6_killed_and_resumed_is_the_same_run_bit_for_bit(killed, tmp_path):
     folder, _ = killed
     whole, resumed = numbers(folder / "whole"), numbers(folder / "killed")
     assert [row["step"] for row in whole] == list(range(7)) and resumed == whole
-    assert any(row["train/grad_norm"] > 0 for row in whole[4:]) and whole[-1]["train/kl_reference"] > 0
-    one, two = (exported(folder / n / "checkpoints" / "step_6", tmp_path / n) for n in ("whole", "killed"))
+    assert (
+        any(row["train/grad_norm"] > 0 for row in whole[4:]) and whole[-1]["train/kl_reference"] > 0
+    )
+    one, two = (
+        exported(folder / n / "checkpoints" / "step_6", tmp_path / n) for n in ("whole", "killed")
+    )
     assert set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
 
 
@@ -193,7 +243,9 @@ def test_x5_dynamic_sampling_plays_others_in_the_place_of_prompts_without_a_sign
     """So the test above has seen that the data's position survives, which does not follow from the step."""
     rows = read_metrics(killed[0] / "whole")[1:]
     assert max(row["rollout/prompts"] for row in rows) > 4
-    assert all(row["train/optimizer_steps"] == 2 and row["age/max"] == 0 for row in rows)  # of four prompts each time
+    assert all(
+        row["train/optimizer_steps"] == 2 and row["staleness/max"] == 0 for row in rows
+    )  # of four prompts each time
 
 
 # ---------------------------------------------------------------- ahead of training
@@ -203,8 +255,13 @@ def test_x5_dynamic_sampling_plays_others_in_the_place_of_prompts_without_a_sign
 def ahead(quick, tmp_path_factory):
     """The same quickstart from the same warm start, a batch ahead of training."""
     folder = tmp_path_factory.mktemp("ahead")
-    given = ("train.steps=8", "async.max_staleness=1", "run.rollouts_every=1", "train.eval_every=3",
-             f"run.resume={quick[0]}/start/step_0")
+    given = (
+        "train.steps=8",
+        "async.max_staleness=1",
+        "run.rollouts_every=1",
+        "train.eval_every=3",
+        f"run.resume={quick[0]}/start/step_0",
+    )
     done = run(megastep("train", folder, "ahead", *given))
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "ahead"
@@ -215,7 +272,9 @@ def test_s15_it_learns_ahead_of_training(ahead):
     first, last = rows[0]["eval/success"], rows[-1]["eval/success"]
     assert first <= 0.4 and last >= first + RISE, (first, last)
     assert rows[0]["eval/step"] == 0 and rows[-1]["eval/step"] == 8
-    assert any(row.get("eval/step") in (3, 6) and row["step"] > row["eval/step"] for row in rows)  # beside training
+    assert any(
+        row.get("eval/step") in (3, 6) and row["step"] > row["eval/step"] for row in rows
+    )  # beside training
 
 
 def test_s15_no_trained_token_is_older_than_allowed(ahead):
@@ -223,11 +282,20 @@ def test_s15_no_trained_token_is_older_than_allowed(ahead):
     rows = read_metrics(ahead)
     for row in rows[1:]:
         groups = store.read(ahead / "rollouts" / f"step_{row['step']}.safetensors")
-        versions = {int(v) for g in groups for t in g.trajectories for s in t.steps for v in s.versions[:, 0]}
+        versions = {
+            int(v)
+            for g in groups
+            for t in g.trajectories
+            for s in t.steps
+            for v in s.versions[:, 0]
+        }
         assert max(versions) <= row["rollout/version"] - 2  # two optimizer steps a batch
-        assert row["age/max"] <= 1 and row["rollout/version"] - min(versions) <= 2 * 2
+        assert row["staleness/max"] <= 1 and row["rollout/version"] - min(versions) <= 2 * 2
         assert row["train/importance_mean"] == pytest.approx(1, abs=0.2)
-    assert max(row["age/max"] for row in rows[1:]) == 1 and sum(row["async/dropped"] for row in rows[1:]) == 0
+    assert (
+        max(row["staleness/max"] for row in rows[1:]) == 1
+        and sum(row["async/dropped"] for row in rows[1:]) == 0
+    )
     assert any(row["train/importance_mean"] != 1 and row["mismatch/kl"] > 1e-6 for row in rows[1:])
 
 
@@ -241,22 +309,34 @@ def test_s5_s15_every_prompt_is_trained_once_and_counted_by_trajectory(ahead):
 def test_x5_s15_dynamic_sampling_works_ahead_of_training(quick, tmp_path):
     """Prompts without a signal are replaced, also by groups that were begun ahead; none is played for two steps, nor
     lost, though the run is asked to stop and goes on."""
-    given = (*SMALL, "rollout.concurrency=16", "async.max_staleness=1", "run.rollouts_every=1", "eval.prompts=1",
-             "checkpoint.every_steps=0", f"run.resume={quick[0]}/start/step_0")
+    given = (
+        *SMALL,
+        "rollout.concurrency=16",
+        "async.max_staleness=1",
+        "run.rollouts_every=1",
+        "eval.prompts=1",
+        "checkpoint.every_steps=0",
+        f"run.resume={quick[0]}/start/step_0",
+    )
     process = begin(megastep("train", tmp_path, "both", *given))
     wait_for(lambda: len(read_metrics(tmp_path / "both")) > 2 or process.poll() is not None, 300)
     process.terminate()
     assert process.wait(120) == 75, process.stderr.read()[-3000:]
     saved = latest(tmp_path / "both" / "checkpoints")
     done = run(megastep("train", tmp_path, "both", *given))
-    assert done.returncode == 0 and f"continues after step {saved.name[5:]}" in done.stdout, done.stderr[-3000:]
+    assert done.returncode == 0 and f"continues after step {saved.name[5:]}" in done.stdout, (
+        done.stderr[-3000:]
+    )
     rows, played = read_metrics(tmp_path / "both")[1:], trained_ids(tmp_path / "both", 6)
     assert len(set(played)) == len(played) == sum(row["rollout/prompts"] for row in rows) > 6 * 4
     left_over = LoopState.read(latest(tmp_path / "both" / "checkpoints"))
     outstanding = [*left_over.unfinished, *(group.id for group in left_over.ready)]
     assert sorted(played + outstanding) == list(range(len(played) + len(outstanding)))
-    assert all(row["train/optimizer_steps"] == 2 and row["age/max"] <= 1 for row in rows)
-    assert max(row["age/max"] for row in rows) == 1 and sum(row["filter/dropped"] for row in rows) > 0
+    assert all(row["train/optimizer_steps"] == 2 and row["staleness/max"] <= 1 for row in rows)
+    assert (
+        max(row["staleness/max"] for row in rows) == 1
+        and sum(row["filter/dropped"] for row in rows) > 0
+    )
 
 
 KILLS = int(os.environ.get("MEGASTEP_KILLS", 3))
@@ -268,19 +348,37 @@ def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
     happen while a run that goes on starts, loads and gets its groups back."""
     random, steps = Random(0), 4 + 4 * KILLS
     kinds = [("ray::Engine", "megastep train", "ray::PolicyRank")[i % 3] for i in range(KILLS)]
-    given = (f"train.steps={steps}", "rollout.prompts=4", "rollout.samples_per_prompt=4", "train.mini_batch_prompts=4",
-             "async.max_staleness=1.5", "run.rollouts_every=1", "checkpoint.every_steps=2", "eval.prompts=2",
-             "eval.samples_per_prompt=1", "policy.ranks=1", "policy.parallel.expert=1")
+    given = (
+        f"train.steps={steps}",
+        "rollout.prompts=4",
+        "rollout.samples_per_prompt=4",
+        "train.mini_batch_prompts=4",
+        "async.max_staleness=1.5",
+        "run.rollouts_every=1",
+        "checkpoint.every_steps=2",
+        "eval.prompts=2",
+        "eval.samples_per_prompt=1",
+        "policy.ranks=1",
+        "policy.parallel.expert=1",
+    )
     folder, start = tmp_path / "killed", f"run.resume={quick[0]}/start/step_0"
     command, ready = megastep("train", tmp_path, "killed", *given, start), []
     process = begin(command)
     try:
         for kind in kinds:
-            early = kind != "ray::Engine" and latest(folder / "checkpoints") is not None and random.random() < 1 / 3
+            early = (
+                kind != "ray::Engine"
+                and latest(folder / "checkpoints") is not None
+                and random.random() < 1 / 3
+            )
             strike(process, kind, folder, early, 3 * random.random())
             if kind == "ray::Engine":
                 continue  # the run goes on without it until it is back
-            ready += [g for path in folder.glob("checkpoints/step_*[0-9]/ready.safetensors") for g in store.read(path)]
+            ready += [
+                g
+                for path in folder.glob("checkpoints/step_*[0-9]/ready.safetensors")
+                for g in store.read(path)
+            ]
             process = begin(command)  # the same one: it goes on
         _, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors[-3000:]
@@ -289,18 +387,30 @@ def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == list(range(steps + 1))
     assert sorted(trained_ids(folder, steps)) == list(range(4 * steps))
-    assert sum(row["filter/dropped"] + row["async/dropped"] for row in rows[1:]) == 0  # all that was played was trained
+    assert (
+        sum(row["filter/dropped"] + row["async/dropped"] for row in rows[1:]) == 0
+    )  # all that was played was trained
     before, after = quick[0] / "start" / "step_0", folder / "checkpoints" / f"step_{steps}"
-    assert read_manifest(after)["optimizer_steps"] == read_manifest(before)["optimizer_steps"] + steps
-    assert ready and all(step.routing is not None for g in ready for t in g.trajectories for step in t.steps)
+    assert (
+        read_manifest(after)["optimizer_steps"] == read_manifest(before)["optimizer_steps"] + steps
+    )
+    assert ready and all(
+        step.routing is not None for g in ready for t in g.trajectories for step in t.steps
+    )
     ages = [oldest_token(folder, row) for row in rows[1:]]
-    assert ages == [row["age/max"] for row in rows[1:]] and max(ages) in (1, 2)
+    assert ages == [row["staleness/max"] for row in rows[1:]] and max(ages) in (1, 2)
 
 
 def oldest_token(folder, row: dict) -> int:
     """Its age, where a batch is one optimizer step: versions since it was sampled, to the policy that was trained."""
     groups = store.read(folder / "rollouts" / f"step_{row['step']}.safetensors")
-    versions = [version for g in groups for t in g.trajectories for s in t.steps for version, _ in s.versions]
+    versions = [
+        version
+        for g in groups
+        for t in g.trajectories
+        for s in t.steps
+        for version, _ in s.versions
+    ]
     return row["rollout/version"] - 1 - min(versions)
 
 
@@ -309,14 +419,26 @@ def strike(process, kind: str, folder, early: bool, delay_s: float) -> None:
     seen = len(read_metrics(folder))
 
     def victims() -> list[int]:
-        return [process.pid] if kind.startswith("megastep") else pids(descendants(process.pid), kind)
+        return (
+            [process.pid] if kind.startswith("megastep") else pids(descendants(process.pid), kind)
+        )
 
-    wait_for(lambda: process.poll() is not None or (early or len(read_metrics(folder)) > seen) and victims(), 300)
+    wait_for(
+        lambda: (
+            process.poll() is not None or (early or len(read_metrics(folder)) > seen) and victims()
+        ),
+        300,
+    )
     assert process.poll() is None, process.stderr.read()[-3000:]
     time.sleep(5 * delay_s if early else delay_s)
     family = descendants(process.pid)
-    os.kill(min(victims()), signal.SIGKILL)  # not a process that a rank has forked to write a checkpoint
-    print(f"killed {kind} {'early' if early else ''} after step {len(read_metrics(folder)) - 1}", flush=True)
+    os.kill(
+        min(victims()), signal.SIGKILL
+    )  # not a process that a rank has forked to write a checkpoint
+    print(
+        f"killed {kind} {'early' if early else ''} after step {len(read_metrics(folder)) - 1}",
+        flush=True,
+    )
     if kind != "ray::Engine":
         process.wait(120)
         wait_for(lambda: not left(family), 60)

@@ -9,10 +9,10 @@ import subprocess
 import numpy as np
 import pytest
 
-from megastep.errors import RunFailed
 from megastep import cli
-from megastep.config import load
 from megastep.checkpoint.manifest import latest, read_manifest
+from megastep.config import load
+from megastep.errors import RunFailed
 from megastep.report.writing import read_metrics
 from megastep.samples import store
 from megastep.trainer.loop import Loop
@@ -32,8 +32,16 @@ def rollout_of_turns(ids: range, turns: list[int]) -> list[Group]:
 
     def step(index: int, last: bool, prompt: np.ndarray, reward: float) -> Step:
         response = random.integers(4, 60, size=4, dtype=np.int32)
-        return Step(index=index, last=last, prompt_ids=prompt, response_ids=response, loss_mask=np.ones(4, bool),
-                    logprobs=np.full(4, -4.0, np.float32), versions=np.array([[0, 4]], np.int32), reward=reward)
+        return Step(
+            index=index,
+            last=last,
+            prompt_ids=prompt,
+            response_ids=response,
+            loss_mask=np.ones(4, bool),
+            logprobs=np.full(4, -4.0, np.float32),
+            versions=np.array([[0, 4]], np.int32),
+            reward=reward,
+        )
 
     def trajectory(id: int, index: int, count: int) -> Trajectory:
         prompt, steps = np.array([1, 4 + id], np.int32), []
@@ -52,11 +60,22 @@ def replayed(tmp_path_factory):
     and as whole trajectories."""
     folder = tmp_path_factory.mktemp("replayed")
     file = folder / "rollouts.safetensors"
-    store.write(file, rollout_of_turns(range(6), [1] * 9) + rollout_of_turns(range(6, 12), list(range(1, 10))))
-    given = ("--rollouts", str(file), "rollout.prompts=6", "train.mini_batch_prompts=2", "routing_replay.enabled=false",
-             "optimizer.warmup_steps=0")
-    layouts = [begin(megastep("replay", folder, layout, *given, f"train.pack_layout={layout}"))
-               for layout in ("flat", "merge")]
+    store.write(
+        file,
+        rollout_of_turns(range(6), [1] * 9) + rollout_of_turns(range(6, 12), list(range(1, 10))),
+    )
+    given = (
+        "--rollouts",
+        str(file),
+        "rollout.prompts=6",
+        "train.mini_batch_prompts=2",
+        "routing_replay.enabled=false",
+        "optimizer.warmup_steps=0",
+    )
+    layouts = [
+        begin(megastep("replay", folder, layout, *given, f"train.pack_layout={layout}"))
+        for layout in ("flat", "merge")
+    ]
     for process in layouts:
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors[-3000:]
@@ -78,9 +97,19 @@ def test_s18_steps_and_whole_trajectories_make_the_same_updates(replayed, tmp_pa
     steps, whole = read_metrics(replayed / "flat"), read_metrics(replayed / "merge")
     assert [row["train/sequences_after_merge"] for row in steps] == [6 * 9, 6 * 45]
     assert [row["train/sequences_after_merge"] for row in whole] == [6 * 9, 6 * 9]
-    for name in ("train/loss", "train/grad_norm", "train/entropy", "mismatch/kl", "train/ratio_max"):
-        np.testing.assert_allclose([r[name] for r in steps], [r[name] for r in whole], rtol=1e-4, atol=1e-6)
-    one, two = (exported(replayed / n / "checkpoints" / "step_2", tmp_path / n) for n in ("flat", "merge"))
+    for name in (
+        "train/loss",
+        "train/grad_norm",
+        "train/entropy",
+        "mismatch/kl",
+        "train/ratio_max",
+    ):
+        np.testing.assert_allclose(
+            [r[name] for r in steps], [r[name] for r in whole], rtol=1e-4, atol=1e-6
+        )
+    one, two = (
+        exported(replayed / n / "checkpoints" / "step_2", tmp_path / n) for n in ("flat", "merge")
+    )
     for name in one:
         np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
@@ -94,9 +123,18 @@ def test_s18_steps_and_whole_trajectories_make_the_same_updates(replayed, tmp_pa
         ("train.stepz=1", "train.stepz: unknown key; did you mean train.steps?"),
         ("data.train=nowhere.jsonl", "nowhere.jsonl: cannot be read (No such file or directory)"),
         ("data.held_out=0", "data.held_out = 0: there is nothing to evaluate on"),
-        ("advantage.estimator=gae", "advantage.estimator = gae: temporal estimators give per-token values across steps"),
-        ("advantage.estimator=reinforce++", "advantage.estimator = reinforce++: temporal estimators"),
-        ("rollout.top_p=0.9", "rollout.top_p = 0.9: training needs logprobs of the whole distribution"),
+        (
+            "advantage.estimator=gae",
+            "advantage.estimator = gae: temporal estimators give per-token values across steps",
+        ),
+        (
+            "advantage.estimator=reinforce++",
+            "advantage.estimator = reinforce++: temporal estimators",
+        ),
+        (
+            "rollout.top_p=0.9",
+            "rollout.top_p = 0.9: training needs logprobs of the whole distribution",
+        ),
         ("rollout.top_k=5", "rollout.top_k = 5: training needs logprobs"),
         ("rollout.temperature=0", "rollout.temperature = 0: training needs logprobs"),
         ("filters.truncated=cut", "filters.truncated = cut: must be one of keep, mask, drop"),
@@ -104,7 +142,9 @@ def test_s18_steps_and_whole_trajectories_make_the_same_updates(replayed, tmp_pa
         ("run.resume=nowhere", "nowhere: no such checkpoint"),
     ],
 )
-def test_s4_mistakes_are_a_line_each_before_anything_starts(override, message, tmp_path, capsys, monkeypatch):
+def test_s4_mistakes_are_a_line_each_before_anything_starts(
+    override, message, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
     assert cli.main(["train", LOCAL, f"run.dir={tmp_path}", override]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -124,7 +164,9 @@ def test_what_a_rank_refuses_is_a_line(capsys, tmp_path):
     from megastep.errors import TrainingError
 
     def refuse(config):
-        raise RayTaskError("learn", "Traceback of the rank", TrainingError("the routes belong to other tokens"))
+        raise RayTaskError(
+            "learn", "Traceback of the rank", TrainingError("the routes belong to other tokens")
+        )
 
     args = argparse.Namespace(config=LOCAL, overrides=[f"run.dir={tmp_path}"])
     assert cli._run(args, refuse) == 1
@@ -138,7 +180,9 @@ def test_a_checkpoint_that_a_rank_refuses_is_a_mistake_and_a_line(capsys, tmp_pa
     from megastep.errors import CheckpointError
 
     def refuse(config):
-        raise RayTaskError("load", "Traceback\nof the rank", CheckpointError("step_3: damaged")).as_instanceof_cause()
+        raise RayTaskError(
+            "load", "Traceback\nof the rank", CheckpointError("step_3: damaged")
+        ).as_instanceof_cause()
 
     args = argparse.Namespace(config=LOCAL, overrides=[f"run.dir={tmp_path}"])
     assert cli._run(args, refuse) == 2
@@ -151,19 +195,28 @@ def test_x5_dynamic_sampling_gives_up_with_a_reason():
     given = ["filters.dynamic_sampling=true", "filters.max_batches=2", "rollout.prompts=2"]
     loop = SimpleNamespace(config=load(LOCAL, [*given, "train.mini_batch_prompts=2"]))
     group = Group(0, [])
-    assert Loop.still_wanted(loop, [group], [group] * 2) == 1 and Loop.still_wanted(loop, [group] * 2, [group] * 4) == 0
-    with pytest.raises(RunFailed, match="filters.max_batches = 2: of 4 prompts 1 had an advantage other than 0"):
+    assert (
+        Loop.still_wanted(loop, [group], [group] * 2) == 1
+        and Loop.still_wanted(loop, [group] * 2, [group] * 4) == 0
+    )
+    with pytest.raises(
+        RunFailed, match="filters.max_batches = 2: of 4 prompts 1 had an advantage other than 0"
+    ):
         Loop.still_wanted(loop, [group], [group] * 4)
 
 
 def test_an_environment_that_always_raises_ends_the_run(tmp_path):
-    process = begin(megastep("train", tmp_path, "broken", *BARE, "env.name=tests.envs.broken:Broken"))
+    process = begin(
+        megastep("train", tmp_path, "broken", *BARE, "env.name=tests.envs.broken:Broken")
+    )
     wait_for(lambda: [p for p in alive(descendants(process.pid)) if "ray::Engine" in p], 200)
     family = descendants(process.pid)
     _, errors = process.communicate(timeout=400)
     assert process.returncode == 1 and "Traceback" not in errors, errors[-3000:]
     (line,) = [line for line in errors.splitlines() if line]
-    assert line.startswith("error: all 256 episodes failed; the first (group 0, sample 0) by env_error: Connection")
+    assert line.startswith(
+        "error: all 256 episodes failed; the first (group 0, sample 0) by env_error: Connection"
+    )
     wait_for(lambda: not left(family), 60)
 
 
@@ -172,7 +225,9 @@ def small_disk(tmp_path):
     """A file system of 64 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder], capture_output=True
+    ).returncode:
         pytest.skip("only root may mount a small disk")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
@@ -193,7 +248,9 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(small_disk):
     assert line.startswith(f"error: {small_disk}") and line.endswith("(No space left on device)")
     wait_for(lambda: not left(family), 60)
     saved = latest(checkpoints)
-    assert saved is not None and read_manifest(saved)["step"] == int(saved.name.removeprefix("step_"))
+    assert saved is not None and read_manifest(saved)["step"] == int(
+        saved.name.removeprefix("step_")
+    )
 
 
 def fill(path) -> None:
@@ -205,7 +262,9 @@ def fill(path) -> None:
 @pytest.mark.parametrize("phase", ["start", "warm start", "steps"])
 def test_interrupt_leaves_no_process_and_the_last_checkpoint(phase, tmp_path):
     """Ctrl-C reaches every process of the terminal's foreground group."""
-    process = begin(megastep("train", tmp_path, "stopped", *(() if phase == "warm start" else BARE), *FEW))
+    process = begin(
+        megastep("train", tmp_path, "stopped", *(() if phase == "warm start" else BARE), *FEW)
+    )
     checkpoints = tmp_path / "stopped" / "checkpoints"
     try:
         if phase == "start":
@@ -219,7 +278,9 @@ def test_interrupt_leaves_no_process_and_the_last_checkpoint(phase, tmp_path):
         _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors, errors[-3000:]
+    assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors, (
+        errors[-3000:]
+    )
     wait_for(lambda: not left(family), 60)
     saved = latest(checkpoints)
     assert (saved is None) == (phase != "steps")
@@ -229,7 +290,13 @@ def test_interrupt_leaves_no_process_and_the_last_checkpoint(phase, tmp_path):
 
 def test_x6_sigterm_ends_with_a_checkpoint_and_the_next_run_goes_on(tmp_path):
     """Engines and policy take turns here, so a checkpoint is written while the policy rests."""
-    given = (*BARE, *FEW, "checkpoint.every_steps=0", "run.rollouts_every=1", "cluster.colocate=true")
+    given = (
+        *BARE,
+        *FEW,
+        "checkpoint.every_steps=0",
+        "run.rollouts_every=1",
+        "cluster.colocate=true",
+    )
     folder = tmp_path / "stopped"
     process = begin(megastep("train", tmp_path, "stopped", *given, "train.steps=1000"))
     try:
@@ -241,10 +308,14 @@ def test_x6_sigterm_ends_with_a_checkpoint_and_the_next_run_goes_on(tmp_path):
     finally:
         process.kill()
     last = read_metrics(folder)[-1]["step"]
-    assert process.returncode == 75 and f"\nstopped after step {last}; the same command" in errors, errors[-3000:]
+    assert (
+        process.returncode == 75 and f"\nstopped after step {last}; the same command" in errors
+    ), errors[-3000:]
     assert latest(folder / "checkpoints").name == f"step_{last}"
     wait_for(lambda: not left(family), 60)
     done = run(megastep("train", tmp_path, "stopped", *given, f"train.steps={last + 2}"))
-    assert done.returncode == 0 and f"continues after step {last}" in done.stdout, done.stderr[-3000:]
+    assert done.returncode == 0 and f"continues after step {last}" in done.stdout, done.stderr[
+        -3000:
+    ]
     assert [row["step"] for row in read_metrics(folder)] == list(range(last + 3))
     assert sorted(trained_ids(folder, last + 2)) == list(range(2 * (last + 2)))

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megastep.config import Config
 from megastep.errors import WeightsError
 from megastep.models.architecture import read_architecture
-from megastep.config import Config
-from megastep.trainer.rundir import refuse_unfit_weights
+from megastep.trainer.rundir import check_weights_fit
+from megastep.weights.hf_files import HFReader, check_empty, written_beside
 from megastep.weights.mapping import TABLES, from_megatron, rows_of, to_megatron
-from megastep.weights.hf_files import HFReader, refuse_non_empty, written_beside
 from tests import cases
 from tests.models import MODELS
 
@@ -20,7 +20,12 @@ from tests.models import MODELS
 @pytest.mark.parametrize("name", MODELS)
 def test_every_hf_tensor_is_in_exactly_one_row(name, models):
     folder, _ = models(name)
-    listed = [hf for row in rows_of(read_architecture(folder)).values() if not row.is_copy for hf, _ in row.hf]
+    listed = [
+        hf
+        for row in rows_of(read_architecture(folder)).values()
+        if not row.is_copy
+        for hf, _ in row.hf
+    ]
     assert sorted(listed) == sorted(HFReader(folder).file_of)
 
 
@@ -30,7 +35,10 @@ def test_cuts_join_to_what_they_were_cut_from(name, cuts, models):
     folder, _ = models(name)
     arch, reader = read_architecture(folder), HFReader(folder)
     for row in rows_of(arch).values():
-        pieces = [to_megatron(row, reader, arch, cut, cuts) for cut in range(cuts if row.form.axis is not None else 1)]
+        pieces = [
+            to_megatron(row, reader, arch, cut, cuts)
+            for cut in range(cuts if row.form.axis is not None else 1)
+        ]
         for hf, tensor in from_megatron(row, pieces, arch):
             assert torch.equal(tensor, reader(hf)), hf
 
@@ -61,15 +69,17 @@ def test_missing_tensor_is_named(broken):
     name = "model.layers.2.mlp.experts.5.up_proj.weight"
     config = broken(lambda tensors: tensors.pop(name))
     with pytest.raises(WeightsError, match=f"tensor {name} is missing"):
-        refuse_unfit_weights(config)
+        check_weights_fit(config)
 
 
 def test_wrong_shape_is_named(broken):
     def edit(tensors):
         tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(5, 128)
 
-    with pytest.raises(WeightsError, match=r"k_proj.weight has shape \[5, 128\], by config.json .* \[128, 128\]"):
-        refuse_unfit_weights(broken(edit))
+    with pytest.raises(
+        WeightsError, match=r"k_proj.weight has shape \[5, 128\], by config.json .* \[128, 128\]"
+    ):
+        check_weights_fit(broken(edit))
 
 
 def test_folder_without_weights(models, tmp_path):
@@ -87,7 +97,9 @@ def test_truncated_weights(models, tmp_path):
 
 def test_index_that_names_a_missing_file(models, tmp_path):
     folder = shutil.copytree(models("llama")[0], tmp_path / "model")
-    index = {"weight_map": dict.fromkeys(HFReader(folder).file_of, "model-00001-of-00001.safetensors")}
+    index = {
+        "weight_map": dict.fromkeys(HFReader(folder).file_of, "model-00001-of-00001.safetensors")
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(WeightsError, match="model-00001-of-00001.safetensors: missing"):
         HFReader(folder)("model.norm.weight")
@@ -97,7 +109,7 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("precious")
     with pytest.raises(WeightsError, match="is not empty; give a new folder"):
-        refuse_non_empty(tmp_path / "full")
+        check_empty(tmp_path / "full")
     with pytest.raises(RuntimeError), written_beside(tmp_path / "new") as folder:
         (folder / "half").write_text("x")
         raise RuntimeError
@@ -112,7 +124,9 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path):
         ("mixtral", 2, dict(expert=2)),
     ],
 )
-def test_export_loads_in_transformers_with_the_same_logits(name, world, layout, ranks, models, tmp_path):
+def test_export_loads_in_transformers_with_the_same_logits(
+    name, world, layout, ranks, models, tmp_path
+):
     from transformers import AutoModelForCausalLM
 
     from tests.models import some_tokens

@@ -18,7 +18,9 @@ LAYOUTS = {
     "tp2_ep2_etp2": (4, dict(tensor=2, expert=2, expert_tensor=2)),
 }
 CASES = [("qwen3_moe", layout) for layout in LAYOUTS] + [
-    ("llama_biases", "tp2"), ("qwen2_tied", "pp2"), ("mixtral", "tp2_ep2"),
+    ("llama_biases", "tp2"),
+    ("qwen2_tied", "pp2"),
+    ("mixtral", "tp2_ep2"),
 ]
 
 
@@ -29,7 +31,9 @@ def alone(ranks, models):
 
     def get(name: str) -> dict[str, np.ndarray]:
         if name not in drawn:
-            drawn[name] = ranks(1).run(cases.fresh_tensors, folder=models(name)[0], layout={}, seed=7)[0]
+            drawn[name] = ranks(1).run(
+                cases.fresh_tensors, folder=models(name)[0], layout={}, seed=7
+            )[0]
         return drawn[name]
 
     return get
@@ -38,7 +42,9 @@ def alone(ranks, models):
 @pytest.mark.parametrize("name, layout", CASES)
 def test_a1_fresh_weights_are_the_same_under_every_layout(name, layout, alone, ranks, models):
     world, settings = LAYOUTS[layout]
-    drawn = ranks(world).run(cases.fresh_tensors, folder=models(name)[0], layout=settings, seed=7)[0]
+    drawn = ranks(world).run(cases.fresh_tensors, folder=models(name)[0], layout=settings, seed=7)[
+        0
+    ]
     assert drawn.keys() == alone(name).keys()
     for tensor, values in drawn.items():
         np.testing.assert_array_equal(values, alone(name)[tensor], err_msg=tensor)
@@ -47,7 +53,9 @@ def test_a1_fresh_weights_are_the_same_under_every_layout(name, layout, alone, r
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_a1_no_two_matrices_are_alike(name, alone):
     """Neither two experts of a layer nor two layers: no rows of any two matrices are equal."""
-    rows = [row.tobytes() for values in alone(name).values() if values.ndim == 2 for row in values[:8]]
+    rows = [
+        row.tobytes() for values in alone(name).values() if values.ndim == 2 for row in values[:8]
+    ]
     assert len(set(rows)) == len(rows)
 
 
@@ -58,11 +66,17 @@ def test_a1_the_seed_decides(models):
     assert not torch.equal(FreshWeights(arch, 1)(tensor), FreshWeights(arch, 2)(tensor))
 
 
-@pytest.mark.parametrize("tensor, std", [
-    ("model.embed_tokens.weight", 0.1), ("lm_head.weight", 0.1),
-    ("model.layers.2.self_attn.k_proj.weight", 0.1), ("model.layers.2.mlp.up_proj.weight", 0.1),
-    ("model.layers.2.self_attn.o_proj.weight", 0.1 / 8**0.5), ("model.layers.2.mlp.down_proj.weight", 0.1 / 8**0.5),
-])
+@pytest.mark.parametrize(
+    "tensor, std",
+    [
+        ("model.embed_tokens.weight", 0.1),
+        ("lm_head.weight", 0.1),
+        ("model.layers.2.self_attn.k_proj.weight", 0.1),
+        ("model.layers.2.mlp.up_proj.weight", 0.1),
+        ("model.layers.2.self_attn.o_proj.weight", 0.1 / 8**0.5),
+        ("model.layers.2.mlp.down_proj.weight", 0.1 / 8**0.5),
+    ],
+)
 def test_matrices_have_the_spread_of_the_config(tensor, std, alone):
     """`initializer_range` is 0.1, and 4 layers add two outputs each to the residual stream."""
     values = alone("llama_biases")[tensor]
