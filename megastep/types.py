@@ -27,17 +27,44 @@ its trees apart. The last token of a step predicts nothing, so nobody computes i
 
 import math
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
 
-FINISHES = ("stop", "length", "context", "abort", "error")
 FREE = -1  # an expert index: the live router decides
 PADDING = -1  # group, trajectory and step of a row that belongs to nobody
 MAX_LOGPROB = 1e-4  # 0, and what rounding may add to it
 
 
 # ---------------------------------------------------------------- rollouts
+
+
+class FinishReason(StrEnum):
+    """How one model call ended. Rollout files store the position in this list: only append."""
+
+    STOP = "stop"  # the model ended its turn
+    LENGTH = "length"  # rollout.max_response_tokens
+    CONTEXT = "context"  # the next prompt would have been too long
+    ABORT = "abort"  # the engine cancelled the request
+    ERROR = "error"  # the environment or the engine failed
+
+
+class StopReason(StrEnum):
+    """How an episode ended; see rollout/agent.py."""
+
+    DONE = "done"
+    MAX_TURNS = "max_turns"
+    CONTEXT = "context"
+    FIRST_PROMPT = "first_prompt"
+    ENV_ERROR = "env_error"
+    ENV_TIMEOUT = "env_timeout"
+    ENGINE_ERROR = "engine_error"
+    ABORT = "abort"
+
+
+FAILED = (StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT, StopReason.ENGINE_ERROR, StopReason.ABORT)
+TRUNCATED = (FinishReason.LENGTH, FinishReason.CONTEXT)
 
 
 @dataclass(eq=False)
@@ -59,7 +86,7 @@ class Step:
         np.ndarray
     )  # [V, 2] i32: a policy version, and how many response tokens in a row it sampled
     reward: float = 0.0
-    finish: str = "stop"
+    finish: str = FinishReason.STOP
     # Experts of the tokens routing_start, routing_start + 1, ... as the engine recorded them. It never forwards
     # the last token it samples, and may leave out a prefix of the prompt that an earlier step has recorded.
     routing: np.ndarray | None = None  # [n, L, K] u8 or i16
@@ -82,7 +109,7 @@ class Trajectory:
     group_id: int
     index: int  # which sample of its prompt
     steps: list[Step]  # none: the first prompt was already too long
-    stop_reason: str = "done"
+    stop_reason: str = StopReason.DONE
     env_metrics: dict = field(default_factory=dict)  # what the environment reports; JSON values
 
     @property

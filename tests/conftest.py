@@ -1,12 +1,13 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks and tests share the cores
-os.environ.setdefault(
-    "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
-)  # see megastep/distributed/cpu.py; torch reads it once
 os.environ["WANDB_MODE"] = "offline"
 
 import pytest
+
+from megastep.distributed.amx import avoid_amx
+
+avoid_amx()
 
 from tests.models import make_model
 from tests.ranks import RankPool

@@ -1,32 +1,30 @@
-"""Imports go one way; torch's heavy company stays out of what must be light. Read from the source, not run."""
+"""Imports go one way, and heavy libraries stay out of modules that must load quickly. Read from the source."""
 
 import ast
 from pathlib import Path
 
-# A module may import from its own layer and those before it.
+# A package may import from itself and from the layers above its own line.
 LAYERS = [
-    (
-        "architecture",
-        "bounds",
-        "config",
-        "lifetime",
-        "model_folder",
-        "paths",
-        "ports",
-        "progress",
-        "secrets",
-        "stopping",
-        "types",
-        "yaml_file",
-    ),
+    ("errors", "types", "files", "redaction", "signals", "console"),
+    ("models", "config"),  # config checks the model's architecture, models/folder.py reads a Config
     ("samples",),
-    ("rollout", "envs", "policy", "sync"),
-    ("view",),
-    ("report", "cluster", "rundir"),
+    ("distributed",),
+    ("weights",),
+    ("checkpoint",),
+    ("policy",),
+    ("sync",),
+    ("rollout",),
+    ("envs",),
+    ("cluster",),
+    ("report",),
     ("plan",),
-    ("learner", "train", "collect", "conversion", "cli", "__main__"),
+    ("conversion",),
+    ("trainer",),
+    ("cli",),
+    ("__main__",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+FRAMEWORKS = {"ray", "vllm", "megatron", "transformers"}
 MEGATRON_STATE_READER = "distributed/parallel.py"
 
 
@@ -51,22 +49,14 @@ def imported(tree) -> set[str]:
 def test_imports_go_one_way():
     for path, package, tree in modules():
         ours = {n.split(".")[1] for n in imported(tree) if n.startswith("megastep.")}
-        for other in ours:
+        for other in ours - {"__version__"}:
             assert LEVEL[other] <= LEVEL[package], f"{path} imports megastep.{other}"
-        assert not (package == "rollout" and "policy" in ours) and not (
-            package == "policy" and "rollout" in ours
-        ), path
 
 
 def test_samples_know_no_framework():
     for path, package, tree in modules():
-        if package in ("samples", "types", "config", "architecture"):
-            heavy = {n.split(".")[0] for n in imported(tree)} & {
-                "ray",
-                "vllm",
-                "megatron",
-                "transformers",
-            }
+        if package in ("samples", "types", "config", "models") and path.name != "folder.py":
+            heavy = {n.split(".")[0] for n in imported(tree)} & FRAMEWORKS
             assert not heavy, f"{path} imports {heavy}"
 
 

@@ -266,4 +266,4 @@ def test_types_imports_nothing_of_ours():
     tree = ast.parse(Path(megastep.types.__file__).read_text())
     imported = [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
     imported += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
-    assert set(imported) == {"dataclasses", "functools", "math", "numpy"}
+    assert set(imported) == {"dataclasses", "enum", "functools", "math", "numpy"}

@@ -16,12 +16,13 @@ Call it before a Megatron model is built; it can be called again at no cost.
 """
 
 import contextlib
-import os
 import sys
 import types
 
 import torch
 import torch.distributed as dist
+
+from megastep.distributed.amx import avoid_amx
 
 _FACTORIES = (
     "tensor",
@@ -40,7 +41,7 @@ def install() -> bool:
     """Apply the stand-ins if there is no CUDA. Returns whether they are in force."""
     if torch.cuda.is_available():
         return False
-    _avoid_amx()
+    avoid_amx()
     _run_fused_functions_eagerly()
     _import_what_is_patched()
     _patch_random_state()
@@ -52,14 +53,6 @@ def install() -> bool:
     # language_module.py:244 (second copy of a tied embedding), exchange_utils.py:336: methods, which no view covers.
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
     return True
-
-
-def _avoid_amx() -> None:
-    """Some virtual machines announce AMX and then kill the process at the first bf16 product (SIGILL).
-
-    oneDNN reads the variable when it is first used.
-    """
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 def _run_fused_functions_eagerly() -> None:

@@ -18,6 +18,7 @@ from megastep.report.tokens import (
     visible,
 )
 from megastep.samples.metrics import succeeded
+from megastep.samples.prefix import common_prefix
 from megastep.types import Group, Step, Trajectory
 
 TRAJECTORIES = 12
@@ -257,7 +258,7 @@ def _trajectory(trajectory: Trajectory, speller: Speller, is_open: bool) -> str:
 
 def _turn(step: Step, before: np.ndarray, speller: Speller) -> str:
     """The prompt from where it leaves `before`, the tokens of the turn before; and the response."""
-    seen = _common_prefix(before, step.prompt_ids)
+    seen = common_prefix(before, step.prompt_ids)
     known = f"<small>{seen} tokens as in the turn before, then</small> " if seen else ""
     prompt = _both_ends(
         len(step.prompt_ids) - seen,
@@ -269,12 +270,6 @@ def _turn(step: Step, before: np.ndarray, speller: Speller) -> str:
         f"{len(step.prompt_ids)} prompt tokens, {len(step.response_ids)} response tokens"
         f'<pre class="prompt">{known}{prompt}</pre><pre class="response">{response}</pre></div>'
     )
-
-
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length
 
 
 def _both_ends(length: int, write) -> str:

@@ -5,7 +5,6 @@ What each metric means: `megastep/report/meanings.py`.
 
 import contextlib
 import json
-import os
 import re
 import secrets
 import sys
@@ -16,6 +15,7 @@ import yaml
 
 from megastep.config import Config
 from megastep.errors import ReportError
+from megastep.files import atomic_write
 from megastep.redaction import redacted
 from megastep.report import curves, page
 from megastep.report.tokens import Speller
@@ -44,9 +44,7 @@ class MetricsLog:
         """`config` goes to wandb; `wandb_place`: project, entity and id there."""
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(folder) if row["step"] <= from_step]
-        beside = self.path.with_suffix(".partial")  # a kill leaves the old file or the new one
-        beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(beside, self.path)
+        atomic_write(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         is_new = from_step < 0
         self.wandb = _start_wandb(folder, wandb_mode, config, is_new, **wandb_place)
         self.tensorboard = _start_tensorboard(folder, from_step) if tensorboard else None
@@ -194,7 +192,7 @@ def write_report(folder: Path) -> list[Path]:
     if picture is not None:
         written = {folder / "curves.png": picture} | written
     for path, content in written.items():
-        _replace(path, content)
+        atomic_write(path, content)
     return list(written)
 
 
@@ -211,15 +209,8 @@ def write_rollout_report(rollouts: Path, model: Path | None) -> list[Path]:
     rows = [{"step": 0, **rollout_metrics(groups)}]
     played = page.Played(groups, rollouts.name, speller, problems)
     path = rollouts.with_name(f"{rollouts.name}.html")
-    _replace(path, page.render(rollouts.name, config, rows, None, played).encode())
+    atomic_write(path, page.render(rollouts.name, config, rows, None, played).encode())
     return [path]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Who looks at the report of a running job sees a whole one."""
-    beside = path.with_name(f"{path.name}.tmp")
-    beside.write_bytes(content)
-    os.replace(beside, path)
 
 
 def _rows(folder: Path) -> list[dict]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megastep.config import Config
+from megastep.distributed import amx
 from megastep.distributed.processes import send_output_to
 from megastep.models.architecture import read_architecture
 from megastep.rollout.generation import Generation, Sampling
@@ -226,9 +227,7 @@ def _environment(config: Config, setup: Setup) -> dict[str, str]:
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # policy ranks use the same cores
         "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_gb),
-        # Some virtual machines announce AMX and then kill the process at the first bf16 product. On others
-        # AVX512_CORE_AMX lets oneDNN and vLLM use it.
-        "ONEDNN_MAX_CPU_ISA": os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"),
+        amx.VARIABLE: os.environ.get(amx.VARIABLE, amx.WITHOUT_AMX),
     }
 
 

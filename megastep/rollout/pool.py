@@ -15,8 +15,7 @@ from megastep.errors import RolloutFailed
 from megastep.rollout.agent import Agent
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env
-from megastep.samples.filters import FAILED
-from megastep.types import Group, Trajectory
+from megastep.types import FAILED, Group, Trajectory
 
 
 @dataclass

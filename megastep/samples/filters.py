@@ -20,16 +20,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megastep.samples import advantage
-from megastep.types import Group, Trajectory
+from megastep.types import FAILED, TRUNCATED, Group, Trajectory
 
-TRUNCATED = ("keep", "mask", "drop")
-CUT_OFF = ("length", "context")  # finish of a step that ran out of room
-FAILED = (
-    "env_error",
-    "env_timeout",
-    "engine_error",
-    "abort",
-)  # stop_reason of a trajectory that proves nothing
+TRUNCATED_POLICIES = ("keep", "mask", "drop")  # of filters.truncated
 
 
 @dataclass(frozen=True)
@@ -58,8 +51,10 @@ def finite_rewards(groups: list[Group]) -> tuple[list[Group], list[Dropped]]:
 
 def truncated(groups: list[Group], policy: str) -> tuple[list[Group], list[Dropped]]:
     """What to do with trajectories that hit a length limit. Masked ones are reported too: they train nothing."""
-    if policy not in TRUNCATED:
-        raise ValueError(f"filters.truncated = {policy}: must be one of {', '.join(TRUNCATED)}")
+    if policy not in TRUNCATED_POLICIES:
+        raise ValueError(
+            f"filters.truncated = {policy}: must be one of {', '.join(TRUNCATED_POLICIES)}"
+        )
     if policy == "keep":
         return groups, []
     kept, dropped = _drop(groups, _cut_off)
@@ -122,7 +117,7 @@ def _cut_off(trajectory: Trajectory) -> str | None:
     if not trajectory.steps:
         return "first prompt too long"
     last = trajectory.steps[-1]
-    return f"cut off at step {last.index} ({last.finish})" if last.finish in CUT_OFF else None
+    return f"cut off at step {last.index} ({last.finish})" if last.finish in TRUNCATED else None
 
 
 def _mask(trajectory: Trajectory) -> Trajectory:

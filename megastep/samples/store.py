@@ -7,7 +7,7 @@ Offsets: entry i owns offsets[i] to offsets[i + 1] of the column below it. G gro
     step/index            i32 [S]        step/prompt_tokens      i64 [S + 1]  → prompt_ids
     step/last             bool [S]       step/response_tokens    i64 [S + 1]  → response_ids, loss_mask, logprobs
     step/reward           f64 [S]        step/version_runs       i64 [S + 1]  → versions
-    step/finish           u8 [S]         an index into types.FINISHES
+    step/finish           u8 [S]         an index into types.FinishReason
     step/has_logprobs     bool [S]       False: the step's part of logprobs means nothing
     prompt_ids            i32 [ΣP]       response_ids            i32 [ΣR]
     loss_mask             bool [ΣR]      logprobs                f32 [ΣR]
@@ -75,9 +75,10 @@ import numpy as np
 
 from megastep.errors import RolloutError, StoreError
 from megastep.samples.validation import validate
-from megastep.types import FINISHES, Group, Step, Trajectory
+from megastep.types import FinishReason, Group, Step, Trajectory
 
 FORMAT = "megastep.rollouts"
+_FINISHES = list(FinishReason)
 VERSION = 2
 CHECKSUMS = "checksums"
 DTYPES = {
@@ -230,7 +231,7 @@ def _columns(groups: list[Group]) -> dict[str, _Column]:
         "step/index": _flat("<i4", [s.index for s in steps]),
         "step/last": _flat("|b1", [s.last for s in steps]),
         "step/reward": _flat("<f8", [s.reward for s in steps]),
-        "step/finish": _flat("|u1", [FINISHES.index(s.finish) for s in steps]),
+        "step/finish": _flat("|u1", [_FINISHES.index(s.finish) for s in steps]),
         "step/has_logprobs": _flat("|b1", [s.logprobs is not None for s in steps]),
         "step/prompt_tokens": _offsets(len(s.prompt_ids) for s in steps),
         "step/response_tokens": _offsets(len(s.response_ids) for s in steps),
@@ -494,7 +495,7 @@ def _steps(columns: dict[str, np.ndarray]) -> list[Step]:
         "logprobs": parts("logprobs", "step/response_tokens", "step/has_logprobs"),
         "versions": parts("versions", "step/version_runs"),
         "reward": columns["step/reward"].tolist(),
-        "finish": [FINISHES[code] for code in columns["step/finish"].tolist()],
+        "finish": [_FINISHES[code] for code in columns["step/finish"].tolist()],
         "routing": parts("routing", "step/routing_rows", "step/has_routing"),
         "routing_start": values("step/routing_start", None, 0),
         "state": values("step/state", "step/has_state", None),

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megastep.samples.prefix import common_prefix
 from megastep.types import LossTable, Routes, Sample, Trie
 
 LAYOUTS = ("flat", "merge", "trie")
@@ -246,16 +247,6 @@ class _Tree:
                 keys[mine : mine + inherited] = keys[theirs : theirs + inherited]
         self.keys = keys
         self._insert_all()
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """How many leading entries are equal."""
-    n = min(len(a), len(b))
-    if n == 0:
-        return 0
-    differ = a[:n] != b[:n]
-    first = int(differ.argmax())
-    return first if differ[first] else n
 
 
 # ---------------------------------------------------------------- loss rows

@@ -3,7 +3,8 @@
 import numpy as np
 
 from megastep.errors import RolloutError
-from megastep.types import FINISHES, MAX_LOGPROB, ExpertShape, Group, Step, Trajectory
+from megastep.samples.prefix import common_prefix
+from megastep.types import MAX_LOGPROB, ExpertShape, FinishReason, Group, Step, Trajectory
 
 
 def validate(
@@ -101,16 +102,10 @@ def recorded_tokens(steps: list[Step], prompt_ids: np.ndarray, most: int) -> int
 
 def _repeated(step: Step, ids: np.ndarray) -> int:
     """How many leading tokens of `ids` are those of the step."""
-    prompt = _common_prefix(step.prompt_ids, ids)
+    prompt = common_prefix(step.prompt_ids, ids)
     if prompt < len(step.prompt_ids):
         return prompt
-    return prompt + _common_prefix(step.response_ids, ids[prompt:])
-
-
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
+    return prompt + common_prefix(step.response_ids, ids[prompt:])
 
 
 _COLUMNS = {
@@ -135,8 +130,8 @@ def _step_problems(step: Step) -> list[str]:
             "prompt_ids is empty; the first response token needs a token that predicts it"
         )
     problems += _version_problems(step)
-    if step.finish not in FINISHES:
-        problems.append(f"finish is {step.finish!r}; one of {', '.join(FINISHES)} is needed")
+    if step.finish not in list(FinishReason):
+        problems.append(f"finish is {step.finish!r}; one of {', '.join(FinishReason)} is needed")
     return problems + ([] if step.routing is None else _routing_problems(step))
 
 

@@ -7,7 +7,6 @@
 The last two have not been run on a GPU.
 """
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 
+from megastep.distributed.amx import hide_amx_from_vllm
 from megastep.sync import shm
 from megastep.sync.checksum import checksum
 
@@ -219,10 +219,7 @@ class WorkerExtension:
 
 def register() -> None:
     """The entry point `vllm.general_plugins`: vLLM calls it in each of its processes."""
-    if "AMX" not in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX"):
-        torch.cpu._is_amx_tile_supported = lambda: (
-            False
-        )  # what oneDNN is told, vLLM's own kernels should heed too
+    hide_amx_from_vllm()
     for name, receiver in (("shm", ShmReceiver), ("nccl", NcclReceiver), ("ipc", IpcReceiver)):
         if f"megastep_{name}" not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(f"megastep_{name}", receiver)

@@ -160,9 +160,9 @@ def check_trainable(config: Config) -> None:
     wrong = check_estimator(estimator)
     if wrong:
         problems.append(f"advantage.estimator = {estimator}: {wrong}")
-    if truncated not in filters.TRUNCATED:
+    if truncated not in filters.TRUNCATED_POLICIES:
         problems.append(
-            f"filters.truncated = {truncated}: must be one of {', '.join(filters.TRUNCATED)}"
+            f"filters.truncated = {truncated}: must be one of {', '.join(filters.TRUNCATED_POLICIES)}"
         )
     why = "training needs logprobs of the whole distribution that was sampled from"
     if rollout.temperature == 0:

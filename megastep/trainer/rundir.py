@@ -33,6 +33,7 @@ from megastep.checkpoint.manifest import (
 from megastep.checkpoint.unpickle import check_no_code
 from megastep.config import Config, to_yaml
 from megastep.errors import CheckpointError, RunDirError
+from megastep.files import atomic_write
 from megastep.models.architecture import read_architecture
 from megastep.report.writing import LATEST
 from megastep.weights.hf_files import HFReader
@@ -137,9 +138,7 @@ class Origin:
 
     def write(self, folder: Path) -> None:
         paths = {name: path and str(path.resolve()) for name, path in vars(self).items()}
-        beside = folder / f"{_ORIGIN}.partial"  # a kill leaves none, or a whole one
-        beside.write_text(json.dumps(paths))
-        os.replace(beside, folder / _ORIGIN)
+        atomic_write(folder / _ORIGIN, json.dumps(paths))
 
     @classmethod
     def read(cls, folder: Path) -> "Origin | None":

@@ -8,7 +8,7 @@ import torch
 INERT = """
 import torch
 torch.cuda.is_available = lambda: True
-from megastep.policy import cpu
+from megastep.distributed import cpu
 import megatron.core.optimizer.clip_grads as clip_grads, megatron.core.tensor_parallel.random as random
 before = {**vars(clip_grads)}, {**vars(random)}, torch.Tensor.cuda, clip_grads.clip_grad_by_total_norm_fp32.__code__
 assert cpu.install() is False

@@ -7,7 +7,7 @@ from tests.processes import alive, descendants, wait_for
 
 PARENT = """
 import multiprocessing, time
-from megastep.lifetime import forks_end_with_us
+from megastep.distributed.processes import forks_end_with_us
 forks_end_with_us()
 multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,)).start()
 time.sleep(300)

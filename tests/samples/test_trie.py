@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastep.samples.trie import LAYOUTS, common_prefix, fold
+from megastep.samples.prefix import common_prefix
+from megastep.samples.trie import LAYOUTS, fold
 from megastep.types import FREE
 
 from .rollouts import (
