@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from PIL import Image
 
 from megastep import cli, config
-from megastep.errors import ReportError
+from megastep.errors import ConfigError, ReportError
 from megastep.policy.loss import MAXIMA, SUMS, means
 from megastep.report import curves, page
 from megastep.report.meanings import MEANINGS, meaning_of
@@ -614,10 +614,10 @@ def test_d7_no_tensorboard_unless_asked(tmp_path):
 
 def test_d7_tensorboard_that_is_not_installed(monkeypatch):
     assert config.load("configs/local.yaml", ["run.tensorboard=true"]).run.tensorboard
-    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    monkeypatch.setattr("megastep.config.checks.find_spec", lambda name: None)
     assert not config.load("configs/local.yaml").run.tensorboard
     with pytest.raises(
-        config.ConfigError, match="run.tensorboard = True: needs the package tensorboard"
+        ConfigError, match="run.tensorboard = True: needs the package tensorboard"
     ):
         config.load("configs/local.yaml", ["run.tensorboard=true"])
 
