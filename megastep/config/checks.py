@@ -530,7 +530,9 @@ def _check_experts(parallel: ParallelConfig, arch: Architecture, problems: _Prob
 def _check_context(config: Config, arch: Architecture, problems: _Problems) -> None:
     rollout = config.rollout
     context = config.context_tokens(arch)
-    source = "engine.max_model_len is" if config.engine.max_model_len else "the model's positions are"
+    source = (
+        "engine.max_model_len is" if config.engine.max_model_len else "the model's positions are"
+    )
     room = context - rollout.max_response_tokens
     problems.check(
         room >= 1,

@@ -65,7 +65,9 @@ class DataConfig:
         "generated",
         "FILE.jsonl, FILE.parquet, hf:PLACE[:SPLIT], or generated: rows made by the environment",
     )
-    eval: str | None = setting(None, "held-out rows, same forms; default: rows split off data.train")
+    eval: str | None = setting(
+        None, "held-out rows, same forms; default: rows split off data.train"
+    )
     held_out: int = setting(
         64, "rows of data.train excluded from training, if data.eval is not set", ge=0, limit=10**6
     )
@@ -117,9 +119,7 @@ class RolloutConfig:
         ge=1,
         limit=1 << 20,
     )
-    env_timeout_s: float = setting(
-        60.0, "time limit of one environment call", gt=0, limit=SECONDS
-    )
+    env_timeout_s: float = setting(60.0, "time limit of one environment call", gt=0, limit=SECONDS)
     max_observation_chars: int = setting(
         200_000, "characters of one observation; a longer one is an environment error", ge=1
     )
@@ -138,9 +138,7 @@ class EvalConfig:
 
 @dataclass
 class ParallelConfig:
-    tensor: int = setting(
-        1, "tensor parallelism, with sequence parallelism", ge=1, limit=RANKS
-    )
+    tensor: int = setting(1, "tensor parallelism, with sequence parallelism", ge=1, limit=RANKS)
     pipeline: int = setting(1, "pipeline stages", ge=1, limit=RANKS)
     virtual: int = setting(1, "interleaved model chunks per pipeline stage", ge=1, limit=RANKS)
     layers_per_stage: list[int] | None = setting(
@@ -196,9 +194,7 @@ class PolicyConfig:
 @dataclass
 class EngineConfig:
     num_engines: int = setting(1, "vLLM engines", ge=1, limit=RANKS)
-    tensor_parallel: int = setting(
-        1, "GPUs (on a CPU: processes) per engine", ge=1, limit=RANKS
-    )
+    tensor_parallel: int = setting(1, "GPUs (on a CPU: processes) per engine", ge=1, limit=RANKS)
     max_model_len: int | None = setting(
         None, "prompt and response tokens of one call; default: the model's maximum"
     )

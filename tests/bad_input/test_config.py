@@ -484,4 +484,3 @@ def test_the_largest_numbers_are_accepted():
     problems = checks._Problems()
     checks._check_limits(config, problems)
     assert problems.lines == [] and sum(limit is not None for limit in limits.values()) > 30
-

@@ -80,7 +80,8 @@ def script(cluster, text: str) -> str:
 
 NUMBERED = """
 import json, os, ray
-from megastep.cluster import Cluster, Policy, PolicyRank
+from megastep.cluster import Cluster
+from megastep.policy.actor import Policy, PolicyRank
 from megastep.config import load
 
 cluster = Cluster(load("configs/local.yaml", ["policy.ranks=4", "cluster.cpus_per_process=1"]), with_engines=False)
@@ -104,6 +105,7 @@ def test_d3_ranks_are_numbered_node_by_node(cluster):
 TWO_MACHINES = """
 import ray
 from megastep import cluster
+from megastep.errors import ClusterError
 from megastep.config import load
 
 nodes = ray.nodes
@@ -112,7 +114,7 @@ asked = cluster.Cluster(load("configs/local.yaml", ["cluster.cpus_per_process=1"
 try:
     asked._connect()
     asked._reserve()
-except cluster.ClusterError as error:
+except ClusterError as error:
     print(error)
 finally:
     asked.__exit__()
@@ -128,7 +130,7 @@ def test_d3_two_machines_without_gpus_are_refused(cluster):
 DYING = """
 import os, ray, time
 from ray.exceptions import RayActorError
-from megastep.cluster import Policy
+from megastep.policy.actor import Policy
 
 class Rank:
     def where(self):
@@ -144,7 +146,7 @@ ray.init(log_to_driver=False)
 policy = Policy([ray.remote(Rank).options(num_cpus=0).remote() for _ in range(2)])
 policy.data_ranks = [0, 1]
 try:
-    policy.scatter("learn", [0, 1])
+    policy.learn([0, 1])
 except RayActorError:
     print("the death")
 """

@@ -616,9 +616,7 @@ def test_d7_tensorboard_that_is_not_installed(monkeypatch):
     assert config.load("configs/local.yaml", ["run.tensorboard=true"]).run.tensorboard
     monkeypatch.setattr("megastep.config.checks.find_spec", lambda name: None)
     assert not config.load("configs/local.yaml").run.tensorboard
-    with pytest.raises(
-        ConfigError, match="run.tensorboard = True: needs the package tensorboard"
-    ):
+    with pytest.raises(ConfigError, match="run.tensorboard = True: needs the package tensorboard"):
         config.load("configs/local.yaml", ["run.tensorboard=true"])
 
 
