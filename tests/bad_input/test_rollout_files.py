@@ -404,7 +404,7 @@ def test_a4_a_file_that_teaches_nothing(tmp_path, rewards, estimator):
         f"advantage.estimator={estimator}",
         names="nothing to learn from its 2 prompts",
     )
-    assert f"under advantage.estimator = {estimator} all of their advantages are 0" in line
+    assert f"under advantage.estimator = {estimator} all advantages are 0" in line
 
 
 def test_a_file_without_a_trajectory_to_train_on(tmp_path):
@@ -416,7 +416,7 @@ def test_a_file_without_a_trajectory_to_train_on(tmp_path):
     write(tmp_path / "f", groups)
     train_on(
         tmp_path / "f",
-        names="nothing to train on: all 4 trajectories are dropped, the first because of env_timeout",
+        names="nothing to train on: all 4 trajectories are dropped, the first: env_timeout",
     )
 
 
@@ -427,7 +427,7 @@ def test_a4_prompts_that_teach_nothing_are_counted(tmp_path, capsys):
     assert len(read_batches(load(CONFIG, []), tmp_path / "f")) == 1
     told = capsys.readouterr().out
     assert (
-        f"{tmp_path}/f: nothing is learned from 1 of 2 prompts: under advantage.estimator = grpo"
+        f"{tmp_path}/f: 1 of 2 prompts train nothing: under advantage.estimator = grpo"
         in told
     )
 
