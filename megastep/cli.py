@@ -49,7 +49,7 @@ def _main(argv: list[str] | None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megastep",
-        description="Step-wise reinforcement learning of LLM agents on Megatron-Core, vLLM and Ray.",
+        description="Step-wise reinforcement learning of LLM agents: Megatron-Core, vLLM, Ray.",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the lines of --version
     )
     parser.add_argument("--version", action="version", version=_versions())

@@ -29,8 +29,8 @@ import psutil
 import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
-from ray._raylet import AuthenticationTokenLoader
-from ray._raylet import Config as RayConfig
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -139,7 +139,7 @@ class Cluster:
             with signals.postponed(), signals_preserved():
                 ray.init(address=address, **quiet)
             return
-        # The paths of Ray's sockets in this folder must be short. Ray's own folder is world-writable.
+        # Socket paths in this folder must be short. Ray's default folder is world-writable.
         folder = tempfile.mkdtemp(prefix="megastep-", dir="/tmp")
         self._exits.callback(shutil.rmtree, folder, ignore_errors=True)
         self._exits.enter_context(loopback_only(folder))
@@ -325,7 +325,7 @@ def _set_environment(values: dict[str, str | None]) -> None:
 
 
 def start_ray(**given) -> None:
-    """Start a local Ray; retries, since Ray allows its processes 30 s, too little on a busy machine."""
+    """Start a local Ray; retries, since a busy machine may need more than Ray's 30 s."""
     others = set(psutil.Process().children())
     for _ in range(RAY_STARTS):
         try:
@@ -337,18 +337,18 @@ def start_ray(**given) -> None:
             for process in set(psutil.Process().children()) - others:
                 process.kill()
     raise ClusterError(
-        f"Ray did not start, {RAY_STARTS} times; the machine is too busy, or memory or disk are full"
+        f"Ray did not start, {RAY_STARTS} times; machine too busy, or memory or disk full"
     )
 
 
 def check_address(address: str) -> None:
-    """Ray itself would try for minutes."""
+    """Fail early: Ray itself would retry for minutes."""
     wrong = address_problem(address)
     if wrong is not None:
         raise ClusterError(f"cluster.address or $RAY_ADDRESS = {address}: {wrong}")
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        return  # `auto` and the like: Ray knows where to look
+        return  # `auto`: Ray finds the address
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
@@ -358,7 +358,7 @@ def check_address(address: str) -> None:
 
 
 def check_capacity(bundles: list[dict[str, float]], nodes: list[dict[str, float]]) -> None:
-    """Fill the nodes with the bundles, the largest first; what does not fit in an empty cluster never will."""
+    """Place the bundles on empty nodes, the largest first; raises if one does not fit."""
     free = [dict(node) for node in nodes]
     for bundle in sorted(bundles, key=lambda b: (b.get("GPU", 0), b["CPU"]), reverse=True):
         node = next(
@@ -367,21 +367,22 @@ def check_capacity(bundles: list[dict[str, float]], nodes: list[dict[str, float]
         )
         if node is None:
             raise ClusterError(
-                f"the cluster is too small: {len(bundles)} places with {_add_up(bundles)} in all are needed, "
-                f"{len(nodes)} node(s) offer {'; '.join(_add_up([n]) for n in nodes)}; {_hint(bundles)}"
+                f"the cluster is too small: {len(bundles)} places with {_add_up(bundles)} in all "
+                f"are needed, {len(nodes)} node(s) offer "
+                f"{'; '.join(_add_up([n]) for n in nodes)}; {_hint(bundles)}"
             )
         for kind, amount in bundle.items():
             node[kind] -= amount
 
 
 def check_one_machine(places: Iterable[str], nodes: list[dict]) -> None:
-    """`places` are ids of the nodes that the job is on, of which a machine may have several."""
-    places = set(places)
-    machines = sorted({node["NodeManagerHostname"] for node in nodes if node["NodeID"] in places})
+    """places: ids of the job's nodes; a machine may have several nodes."""
+    used = set(places)
+    machines = sorted({node["NodeManagerHostname"] for node in nodes if node["NodeID"] in used})
     if len(machines) > 1:
         raise ClusterError(
-            f"sync.backend = shm, which is what there is without GPUs: ranks and engines share memory, "
-            f"so they must be on one machine; there is room for them on {', '.join(machines)} only"
+            "sync.backend = shm, the one without GPUs, needs ranks and engines on one machine; "
+            f"there is room for them on {', '.join(machines)} only"
         )
 
 

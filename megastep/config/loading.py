@@ -7,6 +7,7 @@ directory (paths.py). Every problem is collected, one line each: the key, the va
 """
 
 import difflib
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import Field, asdict, dataclass, field
 from functools import cache
@@ -46,7 +47,7 @@ class Loaded:
     sources: dict[str, str] = field(default_factory=dict)  # key → file, or COMMAND_LINE
 
 
-def load(path: str | Path, overrides: list[str] = (), has_cuda: bool | None = None) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), has_cuda: bool | None = None) -> Config:
     """Read, merge, type-check and check. Raises ConfigError with every problem found.
 
     has_cuda: for a machine other than this one.
@@ -55,7 +56,7 @@ def load(path: str | Path, overrides: list[str] = (), has_cuda: bool | None = No
 
 
 def load_with_sources(
-    path: str | Path, overrides: list[str] = (), has_cuda: bool | None = None
+    path: str | Path, overrides: Sequence[str] = (), has_cuda: bool | None = None
 ) -> Loaded:
     problems: list[str] = []
     values = _Values()
@@ -124,7 +125,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return result
 
 
-def _parse_overrides(overrides: list[str], problems: list[str]) -> list[tuple[str, Any]]:
+def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> list[tuple[str, Any]]:
     result = []
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -235,7 +236,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _interpolation(key: str, value: Any) -> str | None:
-    """Only `${env:NAME}` in env.options is replaced; OmegaConf and shells give `${...}` meanings."""
+    """Only `${env:NAME}` in env.options is replaced; OmegaConf would interpret `${...}`."""
     in_options = _open_key_of(key) == paths.OPTIONS
     for text in checks.texts(value):
         if "${" in (redaction.without_variables(text) if in_options else text):

@@ -281,7 +281,7 @@ class RoutingReplayConfig:
     )
     min_agreement: float = setting(
         0.8,
-        "agreement of the live routers with the recorded routing; less is an error (shifted routes)",
+        "agreement of live routers with the recorded routing; less is an error (shifted routes)",
         ge=0,
         le=1,
     )
@@ -551,13 +551,13 @@ def stored(key: str) -> str:
 @cache
 def sections() -> dict[str, type]:
     """Section → its dataclass; nested sections such as policy.parallel included."""
-    return {key: kind for key, kind, _ in _walk(Config, "") if is_dataclass(kind)}
+    return {key: kind for key, kind, _ in _walk(Config, "") if is_section(kind)}
 
 
 @cache
 def settings() -> dict[str, Field]:
     """Key → its field, without sections."""
-    return {key: found for key, kind, found in _walk(Config, "") if not is_dataclass(kind)}
+    return {key: found for key, kind, found in _walk(Config, "") if not is_section(kind)}
 
 
 @cache
@@ -566,12 +566,16 @@ def open_keys() -> list[str]:
     return [key for key, found in settings().items() if get_origin(found.type) is dict]
 
 
-def _walk(schema: type, prefix: str) -> Iterator[tuple[str, Any, Field]]:
+def _walk(schema: Any, prefix: str) -> Iterator[tuple[str, Any, Field]]:
     for found in fields(schema):
         key = f"{prefix}{found.name}"
         yield key, found.type, found
-        if is_dataclass(found.type):
+        if is_section(found.type):
             yield from _walk(found.type, f"{key}.")
+
+
+def is_section(kind: Any) -> bool:
+    return is_dataclass(kind)
 
 
 def default_of(found: Field) -> Any:

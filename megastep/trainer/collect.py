@@ -134,7 +134,11 @@ async def _stoppable(work: Coroutine) -> Any:
     """The result of `work`; SIGTERM cancels all of it, not the episode in which it arrives."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
-    with signals.asks(lambda: loop.call_soon_threadsafe(task.cancel)):
+
+    def cancel() -> None:
+        loop.call_soon_threadsafe(task.cancel)
+
+    with signals.asks(cancel):
         try:
             return await task
         except asyncio.CancelledError:

@@ -74,7 +74,7 @@ class Learner:
     def warm_start(
         self, demonstrations: list[Group], on_step: Callable[[float], None]
     ) -> dict[str, float]:
-        """Supervised epochs over demonstrations, then a fresh optimizer; `on_step` gets each loss."""
+        """Supervised epochs, then a fresh optimizer; `on_step` gets each loss."""
         config = self.config
         settings = config.warm_start
         optimizer = replace(
@@ -101,7 +101,7 @@ class Learner:
         return {"warm_start/loss": loss}
 
     def begin(self) -> None:
-        """Start reinforcement learning: a fresh optimizer; the current policy is the KL reference."""
+        """Start RL: a fresh optimizer; the current policy is the KL reference."""
         config = self.config
         self.policy.begin(config.optimizer, config.policy_loss, config.optimizer_steps)
 

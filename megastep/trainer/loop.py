@@ -142,7 +142,7 @@ class Loop:
             self.save(self.rundir.checkpoints)
 
     def ask_to_stop(self) -> None:
-        """Called by a signal: end with a checkpoint, without waiting for rollouts or evaluations."""
+        """Called by a signal: end with a checkpoint; do not wait for rollouts or evaluations."""
         self.stops = True
         self.stream.interrupt()
 
