@@ -358,7 +358,7 @@ def _fail(reason: str) -> int:
 
 def _view(args: argparse.Namespace) -> int:
     from megastep.errors import ReportError
-    from megastep.report.writing import write_report, write_rollout_report
+    from megastep.report.run_report import write_report, write_rollout_report
 
     try:
         is_run = args.path.is_dir() or not args.path.exists()

@@ -29,7 +29,8 @@ from megastep.cluster import Cluster
 from megastep.config import Config, training_warnings
 from megastep.console import progress, waiting
 from megastep.errors import ConfigError, RolloutError, RunFailed
-from megastep.report.writing import MetricsLog, read_metrics, write_report
+from megastep.report.metrics_log import MetricsLog, read_metrics
+from megastep.report.run_report import write_report
 from megastep.rollout.pool import Pool, check_not_all_failed
 from megastep.rollout.stream import GroupStream, Interrupted, StreamState
 from megastep.rollout.task import Task

@@ -14,7 +14,7 @@ import yaml
 from megastep.checkpoint.manifest import latest, read_manifest
 from megastep.config import load
 from megastep.plan.planning import make_plan
-from megastep.report.writing import read_metrics
+from megastep.report.metrics_log import read_metrics
 from tests.launch.ray_cluster import two_nodes, without_ray
 from tests.processes import alive, wait_for
 

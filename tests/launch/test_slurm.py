@@ -12,7 +12,7 @@ import pytest
 
 from megastep.checkpoint.manifest import latest
 from megastep.distributed.ports import free_port
-from megastep.report.writing import read_metrics
+from megastep.report.metrics_log import read_metrics
 from tests import processes
 from tests.launch.slurm_cluster import PATIENCE_S, ROOT, Job, commands, two_nodes
 from tests.processes import alive, descendants

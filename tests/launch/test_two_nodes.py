@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megastep.checkpoint.manifest import latest, read_manifest
-from megastep.report.writing import read_metrics
+from megastep.report.metrics_log import read_metrics
 from tests.launch.ray_cluster import HEAD, WORKER, two_nodes
 from tests.processes import alive, wait_for
 
