@@ -1,22 +1,27 @@
-"""Write the generated pages of docs/: the metrics, and the requirements with their tests.
+"""Write the generated parts of docs/: metrics, requirements with their tests, layers, errors.
 
     python tools/gen_docs.py            write the pages
     python tools/gen_docs.py --check    exit code 1, naming the pages that are out of date
+    python tools/gen_docs.py --plans    also the tables of configs/recipes/h100.md (12 s)
 
-`tests/test_docs.py` makes the same check.
+`tests/test_docs.py` and `tests/test_recipes.py` make the same checks.
 """
 
 import argparse
 import ast
+import contextlib
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megastep import errors
 from megastep.report.meanings import MEANINGS
+from tests.test_imports import LAYERS
 
 NOTICE = "<!-- Written by tools/gen_docs.py; do not edit. -->\n\n"
 
@@ -64,14 +69,14 @@ STEPWISE = {
     "S11": "Prefix merging covers every form of history, in linear time, and reports sequences "
     "before and after.",
     "S12": "Merging keeps routing and the objective, per-step rewards included.",
-    "S13": "Mini-batches count prompts: the number of optimizer steps does not depend on the number "
-    "of turns, and no row is lost to rounding.",
+    "S13": "Mini-batches count prompts: the number of optimizer steps does not depend on the "
+    "number of turns, and no row is lost to rounding.",
     "S14": "Padding changes no gradient, no metric and no old logprob.",
     "S15": "Asynchronous training takes groups of any number of steps.",
     "S16": "A rollout that violates the data model is an error that names the violation.",
     "S17": "Recipes for a retrieval tool and for multi-turn SQL.",
-    "S18": "Rewards rise in training, and step-wise training equals whole-trajectory training where "
-    "the template allows both.",
+    "S18": "Rewards rise in training, and step-wise training equals whole-trajectory training "
+    "where the template allows both.",
 }
 STACK = {
     "D1": "Megatron-Core policy with tensor, sequence, pipeline, expert and data parallelism, and "
@@ -108,6 +113,14 @@ BEYOND = {
     "X17": "Exact training of truncated sampling; user-defined losses, estimators and filters.",
     "X18": "Runs survive a lost rank, worker, engine or node.",
     "X19": "A regression test for each silent bug reported by users of other trainers.",
+}
+
+# Tests that use an id in another sense.
+HOMONYMS = {
+    ("D2", "tests/bad_input/test_sql.py"),
+    ("D2", "tests/envs/test_sql.py"),
+    ("D3", "tests/test_redaction.py"),
+    ("D4", "tests/rollout/test_renderer.py"),
 }
 
 REQUIREMENTS_INTRODUCTION = """# Requirements
@@ -150,9 +163,11 @@ def requirements_page() -> str:
 def tests_by_requirement() -> dict[str, set[str]]:
     """Requirement id → test files that name it."""
     found: dict[str, set[str]] = {}
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for id in _ids_of(ast.parse(path.read_text())):
-            found.setdefault(id, set()).add(path.relative_to(ROOT).as_posix())
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        path = file.relative_to(ROOT).as_posix()
+        for id in _ids_of(ast.parse(file.read_text())):
+            if (id, path) not in HOMONYMS:
+                found.setdefault(id, set()).add(path)
     return found
 
 
@@ -168,23 +183,67 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def layers_block() -> str:
+    width = len(str(len(LAYERS)))
+    lines = [f"{i:>{width}}  {', '.join(names)}" for i, names in enumerate(LAYERS, start=1)]
+    return "\n".join(["```", *lines, "```"])
+
+
+def errors_block() -> str:
+    """The tree in the docstring of megastep/errors.py."""
+    lines = (errors.__doc__ or "").splitlines()
+    indented = [line for line in lines if line.startswith("    ")]
+    return "\n".join(["```", textwrap.dedent("\n".join(indented)), "```"])
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/metrics.md": metrics_page,
     "docs/requirements.md": requirements_page,
 }
+# (page, name) → text between <!-- name --> and <!-- /name -->
+BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
+    ("docs/architecture.md", "layers"): layers_block,
+    ("docs/errors.md", "errors"): errors_block,
+}
 
 
 def render() -> dict[str, str]:
-    """Path → content of every generated page."""
-    return {path: NOTICE + page().rstrip() + "\n" for path, page in PAGES.items()}
+    """Path → content of every page with a generated part."""
+    rendered = {path: NOTICE + page().rstrip() + "\n" for path, page in PAGES.items()}
+    for (path, name), block in BLOCKS.items():
+        text = rendered.get(path) or (ROOT / path).read_text()
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        assert found, f"{path}: lacks {begin} and {end}"
+        rendered[path] = f"{before}{begin}\n\n{block()}\n\n{end}{after}"
+    return rendered
+
+
+def plans() -> dict[str, str]:
+    """configs/recipes/h100.md with what `megastep plan` prints for each recipe."""
+    from megastep.config import load
+    from megastep.plan.planning import make_plan
+    from megastep.plan.table import text as table
+
+    def planned(found: re.Match) -> str:
+        plan = make_plan(load(found[1], has_cuda=True))
+        return f"$ megastep plan {found[1]}\n{table(plan)}\n```"
+
+    page = "configs/recipes/h100.md"
+    command = re.compile(r"^\$ megastep plan (\S+)\n.*?^```", re.DOTALL | re.MULTILINE)
+    with contextlib.chdir(ROOT):  # tables show paths as they are given
+        return {page: command.sub(planned, Path(page).read_text())}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write the generated pages of docs/.")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    check = parser.parse_args().check
+    parser.add_argument("--plans", action="store_true", help="with configs/recipes/h100.md")
+    args = parser.parse_args()
+    check = args.check
     stale = []
-    for path, text in render().items():
+    for path, text in (render() | (plans() if args.plans else {})).items():
         file = ROOT / path
         if file.is_file() and file.read_text() == text:
             continue
