@@ -111,13 +111,13 @@ def steps_with_rests(folder, layout: dict, steps: int) -> tuple[list[dict], int]
     metrics = []
     for _ in range(steps):
         metrics.append(next_token_step(worker))
-        worker.rest()
+        worker.offload()
         left = sum(
             p.main_grad.untyped_storage().nbytes()
             for chunk in worker.chunks
             for p in chunk.parameters()
         )
-        worker.wake()
+        worker.onload()
     return metrics, left
 
 
@@ -315,11 +315,14 @@ class LocalPolicy:
     def __init__(self, worker: PolicyWorker):
         self.worker = worker
 
-    def call(self, method: str, *arguments, **named) -> list:
-        return [getattr(self.worker, method)(*arguments, **named)]
+    def learn(self, by_data_rank: list) -> list:
+        return self.worker.learn(by_data_rank[parallel.place().data])
 
-    def scatter(self, method: str, by_data_rank: list) -> list:
-        return self.call(method, by_data_rank[parallel.place().data])
+    def begin(self, *arguments) -> None:
+        self.worker.begin(*arguments)
+
+    def load(self, checkpoint) -> None:
+        self.worker.load(checkpoint)
 
 
 class RecordingWorker(PolicyWorker):
@@ -542,8 +545,8 @@ def empty_update(folder, layout: dict) -> dict:
 
 def learn_with_masked(folder, masked: list[list[int]]) -> list[tuple[dict, bool]]:
     """Batches of two prompts, each a mini-batch; `masked` ones were cut off: metrics, and whether weights moved."""
+    from megastep.samples import filters
     from megastep.trainer.learner import Learner
-    from megastep.trainer.loop import sift
 
     worker = make_worker(
         folder,
@@ -562,7 +565,7 @@ def learn_with_masked(folder, masked: list[list[int]]) -> list[tuple[dict, bool]
         for trajectory in [t for group in groups for t in group.trajectories if group.id in ids]:
             trajectory.steps[-1].finish = "length"
         before, _ = _weights_and_adam(worker)
-        metrics = learner.learn(sift(groups, worker.config)[0])
+        metrics = learner.learn(filters.apply(groups, worker.config)[0])
         found.append((metrics, not all(map(torch.equal, before, worker._parameters()))))
     return found
 
@@ -580,8 +583,7 @@ def fresh_then_trained(folder, layout: dict, root, groups) -> tuple[dict, dict]:
 
 def resumed_reference(folder, layout: dict, root, groups) -> tuple[dict, dict]:
     """Logprobs of the reference and of the policy, in a run that goes on from that checkpoint."""
-    from megastep.trainer.learner import Learner
-    from megastep.trainer.loop import load_policy
+    from megastep.trainer.learner import Learner, load_policy
     from megastep.trainer.rundir import Run
 
     worker = make_worker(folder, layout, FRESH_WITH_REFERENCE)

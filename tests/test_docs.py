@@ -23,7 +23,7 @@ DOCS = sorted(Path("docs").glob("*.md"))
 RECIPES = sorted(Path("configs/recipes").glob("*.md"))
 PAGES = [Path("README.md"), Path("CONTRIBUTING.md"), *DOCS, *RECIPES, Path("tests/gpu/README.md")]
 SHAPE = "configs/models/qwen3-8b"  # stands for a model with weights
-RUNS_A_CONFIG = ("train", "replay", "eval", "rollout", "plan")
+RUNS_A_CONFIG = ("train", "eval", "rollout", "config", "plan")
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=str)
 

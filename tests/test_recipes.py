@@ -1,4 +1,4 @@
-"""S17: configs and commands of the recipe pages are valid. D5: so are those of the cluster pages."""
+"""S17: configs and commands of the recipe pages are valid. D5: also those of the cluster pages."""
 
 import re
 import shlex

@@ -296,7 +296,7 @@ class PolicyWorker:
 
     # ------------------------------------------------------------ taking turns on a GPU
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """The weights stay on the device; gradients are given up, Adam's state waits in CPU memory.
 
         With `optimizer.cpu_offload_fraction` a part of Adam's state is there always, and the rest does not move: Megatron
@@ -307,7 +307,7 @@ class PolicyWorker:
         if self.config.optimizer.cpu_offload_fraction == 0:
             self.optimizer.offload_to_cpu()
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         for chunk in self.chunks:
             chunk.restore_grad_buffers()
         if self.config.optimizer.cpu_offload_fraction == 0:

@@ -75,6 +75,14 @@ def succeeded(trajectory: Trajectory) -> bool:
     return bool(trajectory.env_metrics.get("success", trajectory.reward > 0))
 
 
+def sampled_tokens(trajectory: Trajectory) -> int:
+    return sum(int(step.loss_mask.sum()) for step in trajectory.steps)
+
+
+def count_trajectories(groups: list[Group]) -> int:
+    return sum(len(group.trajectories) for group in groups)
+
+
 def _pass_at_k(groups: list[Group]) -> dict[str, float]:
     """1 − C(n − c, k) / C(n, k) with c successes of n, averaged over prompts (Chen et al. 2021, eq. 1)."""
     counts = [(len(g.trajectories), sum(map(succeeded, g.trajectories))) for g in groups]

@@ -81,7 +81,8 @@ def script(cluster, text: str) -> str:
 
 NUMBERED = """
 import json, os, ray
-from megastep.cluster import Cluster, Policy, PolicyRank
+from megastep.cluster import Cluster
+from megastep.policy.actor import Policy, PolicyRank
 from megastep.config import load
 
 config = load("configs/local.yaml", ["policy.ranks=4", "cluster.cpus_per_process=1"])
@@ -112,6 +113,7 @@ def test_d3_ranks_are_numbered_node_by_node(cluster):
 TWO_MACHINES = """
 import ray
 from megastep import cluster
+from megastep.errors import ClusterError
 from megastep.config import load
 
 nodes = ray.nodes
@@ -121,7 +123,7 @@ asked = cluster.Cluster(config)
 try:
     asked._connect()
     asked._reserve()
-except cluster.ClusterError as error:
+except ClusterError as error:
     print(error)
 finally:
     asked.__exit__()
@@ -137,7 +139,7 @@ def test_d3_two_machines_without_gpus_are_rejected(cluster):
 DYING = """
 import os, ray, time
 from ray.exceptions import RayActorError
-from megastep.cluster import Policy
+from megastep.policy.actor import Policy
 
 class Rank:
     def where(self):
@@ -153,7 +155,7 @@ ray.init(log_to_driver=False)
 policy = Policy([ray.remote(Rank).options(num_cpus=0).remote() for _ in range(2)])
 policy.data_ranks = [0, 1]
 try:
-    policy.scatter("learn", [0, 1])
+    policy.learn([0, 1])
 except RayActorError:
     print("the death")
 """

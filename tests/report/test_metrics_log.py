@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megastep import config
+from megastep.errors import ConfigError
 from megastep.report.metrics_log import MetricsLog, read_metrics
 
 
@@ -73,9 +74,7 @@ def test_d7_tensorboard_is_off_by_default(tmp_path):
 
 def test_d7_tensorboard_that_is_not_installed(monkeypatch):
     assert config.load("configs/local.yaml", ["run.tensorboard=true"]).run.tensorboard
-    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    monkeypatch.setattr("megastep.config.checks.find_spec", lambda name: None)
     assert not config.load("configs/local.yaml").run.tensorboard
-    with pytest.raises(
-        config.ConfigError, match="run.tensorboard = True: needs the package tensorboard"
-    ):
+    with pytest.raises(ConfigError, match="run.tensorboard = True: needs the package tensorboard"):
         config.load("configs/local.yaml", ["run.tensorboard=true"])

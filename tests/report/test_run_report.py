@@ -345,7 +345,7 @@ def test_megastep_view_rejects_a_file_that_is_no_rollout_file(tmp_path, tokenize
         ([file, "--model", tmp_path], f"--model {tmp_path}: "),
         (
             [make_run(tmp_path / "run", ROWS), "--model", WORDS],
-            f"--model {WORDS}: a run names its model itself",
+            f"--model {WORDS}: a run names its model; leave it out",
         ),
     ):
         assert cli.main(["view", *map(str, arguments)]) == 2
