@@ -5,6 +5,8 @@ import asyncio
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -72,6 +74,16 @@ def test_every_requirement_named_by_a_test_is_on_the_page():
 def test_every_page_is_in_the_navigation():
     nav = json.dumps(yaml.safe_load(Path("mkdocs.yml").read_text())["nav"])
     assert {page.name for page in DOCS} == set(re.findall(r'"([\w-]+\.md)"', nav))
+
+
+def test_site_builds(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    done = subprocess.run(
+        [*command, "--site-dir", tmp_path], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").is_file()
 
 
 # ---------------------------------------------------------------- links, paths, names
