@@ -115,7 +115,7 @@ def layout_metrics(
         "train/tokens_distinct": report.tokens_distinct,
         "train/tokens_computed": sum(len(m.trie) for m in all_batches),
         "train/micro_batches": len(micro_batches[0]),
-        "train/paddings": sum(m.real_tokens == 0 for m in all_batches),
+        "train/padding_micro_batches": sum(m.real_tokens == 0 for m in all_batches),
         "train/packing_efficiency": sum(real) / (budget_tokens * len(all_batches)),
     }
     if report.tokens_distinct:
@@ -139,7 +139,7 @@ _COUNTS = (
     "train/tokens_computed",
     "train/tokens_trained",
     "train/micro_batches",
-    "train/paddings",
+    "train/padding_micro_batches",
     "train/empty_mini_batches",
 )
 
