@@ -44,13 +44,13 @@ def lay_out(
     ranks: int,
     budget_tokens: int,
     align_tokens: int = 1,
-    layout: str = "trie",
+    pack_layout: str = "trie",
     on_conflict: str = "owner",
     attention_tokens: int = 24_576,
     rounds_of: int = 1,
 ) -> tuple[list[list[MicroBatch]], trie.FoldReport]:
     """The micro-batches of each rank, and what folding found."""
-    tries, report = trie.fold(samples, layout, on_conflict)
+    tries, report = trie.fold(samples, pack_layout, on_conflict)
     return packing.pack(
         tries, ranks, budget_tokens, align_tokens, attention_tokens, rounds_of
     ), report

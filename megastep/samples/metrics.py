@@ -94,7 +94,7 @@ def filter_metrics(dropped: list[Dropped], trajectories: int) -> dict[str, float
     return {"filter/dropped": len(dropped)} | share
 
 
-def layout_metrics(
+def packing_metrics(
     report: FoldReport, micro_batches: list[list[MicroBatch]], budget_tokens: int
 ) -> dict[str, float]:
     """Of one mini-batch, over all ranks. Fillers count as what they cost and as nothing else."""

@@ -13,7 +13,7 @@ from megastep.cluster import Policy
 from megastep.config import Config, ImportanceSamplingConfig
 from megastep.models.architecture import read_architecture
 from megastep.samples import lay_out, make_samples
-from megastep.samples.metrics import layout_metrics, over_mini_batches
+from megastep.samples.metrics import over_mini_batches, packing_metrics
 from megastep.samples.packing import mini_batches
 from megastep.samples.validation import validate
 from megastep.types import ExpertShape, Group, MicroBatch
@@ -110,9 +110,9 @@ class Learner:
             ranks=config.data_ranks,
             budget_tokens=config.budget_tokens,
             align_tokens=layout.tensor,
-            layout=config.train.pack_layout,
+            pack_layout=config.train.pack_layout,
             on_conflict=config.routing_replay.on_conflict,
             attention_tokens=6 * self.arch.hidden,
             rounds_of=layout.pipeline if layout.virtual > 1 else 1,
         )
-        return batches, layout_metrics(report, batches, config.budget_tokens)
+        return batches, packing_metrics(report, batches, config.budget_tokens)

@@ -30,7 +30,7 @@ from megastep.samples.filters import Dropped
 from megastep.samples.metrics import (
     evaluation_metrics,
     filter_metrics,
-    layout_metrics,
+    packing_metrics,
     rollout_metrics,
 )
 from tests.samples.rollouts import group_of, groups, trajectory
@@ -641,7 +641,7 @@ def test_every_metric_of_a_rollout_and_its_layout_is_documented(tokenizers):
         *rollout_metrics(played),
         *evaluation_metrics(played),
         *filter_metrics([Dropped(0, 0, "x")], 2),
-        *layout_metrics(folded, batches, 64),
+        *packing_metrics(folded, batches, 64),
     }
     assert {
         "eval/env/look-ups",

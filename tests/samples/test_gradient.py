@@ -1,4 +1,4 @@
-"""X4: whatever the layout, the gradient is the same. A small transformer in float64, attention by the predicate."""
+"""X4: whatever the pack_layout, the gradient is the same. A small transformer in float64, attention by the predicate."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megastep.samples import lay_out, make_samples
-from megastep.samples.trie import LAYOUTS
+from megastep.samples.trie import PACK_LAYOUTS
 
 from .rollouts import group_of, random_group, trajectory
 
@@ -74,11 +74,11 @@ def random_batch(seed):
 def test_x1_x4_s12_s14_gradients_agree_under_every_layout_budget_and_number_of_ranks(reduction):
     for seed in range(4):
         samples = make_samples(random_batch(seed), "step_returns", reduction)
-        wanted, _ = gradient(lay_out(samples, 1, 64, layout="flat")[0])
+        wanted, _ = gradient(lay_out(samples, 1, 64, pack_layout="flat")[0])
         assert wanted.abs().max() > 1e-3
-        for layout in LAYOUTS:
+        for pack_layout in PACK_LAYOUTS:
             for ranks, budget, align in ((1, 64, 1), (3, 48, 4)):
-                found, _ = gradient(lay_out(samples, ranks, budget, align, layout)[0])
+                found, _ = gradient(lay_out(samples, ranks, budget, align, pack_layout)[0])
                 assert (found - wanted).abs().max() < 1e-10
 
 
@@ -102,7 +102,8 @@ def test_x1_the_trie_computes_less_for_the_same_gradient():
     )
     samples = make_samples([group], "step_returns", "token")
     (flat, flat_tokens), (merge, merge_tokens), (trie, trie_tokens) = (
-        gradient(lay_out(samples, 1, 128, layout=layout)[0]) for layout in LAYOUTS
+        gradient(lay_out(samples, 1, 128, pack_layout=pack_layout)[0])
+        for pack_layout in PACK_LAYOUTS
     )
     assert flat_tokens == merge_tokens > 2 * trie_tokens
     assert (flat - trie).abs().max() < 1e-10 and (flat - merge).abs().max() < 1e-10

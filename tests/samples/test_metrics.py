@@ -6,7 +6,7 @@ from megastep.samples.filters import Dropped
 from megastep.samples.metrics import (
     evaluation_metrics,
     filter_metrics,
-    layout_metrics,
+    packing_metrics,
     rollout_metrics,
 )
 
@@ -89,7 +89,7 @@ def test_s11_layout_metrics_before_and_after_merging():
     micro_batches, report = lay_out(
         samples_of(group_of(turns)), ranks=2, budget_tokens=8, align_tokens=4
     )
-    found = layout_metrics(report, micro_batches, budget_tokens=8)
+    found = packing_metrics(report, micro_batches, budget_tokens=8)
     assert found["train/sequences_before_merge"] == 3 and found["train/sequences_after_merge"] == 1
     assert found["train/tokens_before_merge"] == 2 + 4 + 6
     assert found["train/tokens_distinct"] == 6
@@ -103,7 +103,7 @@ def test_s11_layout_metrics_before_and_after_merging():
 
 def test_s14_fillers_are_no_part_of_any_other_metric():
     samples = samples_of(group_of(trajectory(([A], [B, C]))))
-    one, many = (layout_metrics(*reversed(lay_out(samples, ranks, 8)), 8) for ranks in (1, 5))
+    one, many = (packing_metrics(*reversed(lay_out(samples, ranks, 8)), 8) for ranks in (1, 5))
     assert many["train/paddings"] == 4
     for name in (
         "sequences_before_merge",
@@ -116,4 +116,4 @@ def test_s14_fillers_are_no_part_of_any_other_metric():
 
 def test_layout_metrics_of_nothing():
     micro_batches, report = lay_out([], ranks=1, budget_tokens=8)
-    assert layout_metrics(report, micro_batches, 8)["train/paddings"] == 1
+    assert packing_metrics(report, micro_batches, 8)["train/paddings"] == 1

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megastep.samples import lay_out
 from megastep.samples.packing import cut, mini_batches, pack
-from megastep.samples.trie import LAYOUTS, fold
+from megastep.samples.trie import PACK_LAYOUTS, fold
 from megastep.types import FREE, Group
 
 from .rollouts import (
@@ -35,19 +35,19 @@ def longest(samples):
 @some
 @given(
     groups(noise=0.1),
-    st.sampled_from(LAYOUTS),
+    st.sampled_from(PACK_LAYOUTS),
     st.integers(1, 4),
     st.integers(0, 30),
     st.integers(1, 4),
 )
 def test_s13_s14_x4_every_row_once_under_every_budget_and_number_of_ranks(
-    batch, layout, ranks, spare, align
+    batch, pack_layout, ranks, spare, align
 ):
     samples = samples_of(*batch)
     budget = (
         longest(samples) + spare + align
     )  # any budget that holds the longest path, padding included
-    ranked, _ = lay_out(samples, ranks, budget, align, layout)
+    ranked, _ = lay_out(samples, ranks, budget, align, pack_layout)
     tries = [m.trie for rank in ranked for m in rank]
     assert rows_of(tries) == expected_rows(samples)
     assert len(ranked) == ranks and len({len(rank) for rank in ranked}) == 1
@@ -74,7 +74,7 @@ def test_s12_experts_survive_cutting_and_packing(batch, on_conflict, spare):
     samples = samples_of(*batch)
     wanted = experts_of(fold(samples, "flat", on_conflict)[0])
     ranked, _ = lay_out(
-        samples, 2, longest(samples) + spare, layout="trie", on_conflict=on_conflict
+        samples, 2, longest(samples) + spare, pack_layout="trie", on_conflict=on_conflict
     )
     assert experts_of([m.trie for rank in ranked for m in rank]) == wanted
 

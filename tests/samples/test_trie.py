@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastep.samples.prefix import common_prefix
-from megastep.samples.trie import LAYOUTS, fold
+from megastep.samples.trie import PACK_LAYOUTS, fold
 from megastep.types import FREE
 
 from .rollouts import (
@@ -27,8 +27,8 @@ A, B, C, D, E, O = 1, 2, 3, 4, 5, 6
 some = settings(max_examples=120, deadline=None)
 
 
-def sequences(*trajectories, layout="merge"):
-    tries, report = fold(samples_of(group_of(*trajectories)), layout)
+def sequences(*trajectories, pack_layout="merge"):
+    tries, report = fold(samples_of(group_of(*trajectories)), pack_layout)
     return [t.tokens.tolist() for t in tries], tries, report
 
 
@@ -36,19 +36,21 @@ def sequences(*trajectories, layout="merge"):
 
 
 @some
-@given(groups(noise=0.1), st.sampled_from(LAYOUTS), st.sampled_from(["owner", "split"]))
-def test_s1_s3_s11_s12_x4_loss_rows_are_the_same_under_every_layout(batch, layout, on_conflict):
+@given(groups(noise=0.1), st.sampled_from(PACK_LAYOUTS), st.sampled_from(["owner", "split"]))
+def test_s1_s3_s11_s12_x4_loss_rows_are_the_same_under_every_layout(
+    batch, pack_layout, on_conflict
+):
     """Rows, whose they are, advantage, weight and the tokens that predict them."""
     samples = samples_of(*batch)
-    tries, _ = fold(samples, layout, on_conflict)
+    tries, _ = fold(samples, pack_layout, on_conflict)
     assert rows_of(tries) == expected_rows(samples)
 
 
 @some
-@given(groups(), st.sampled_from(LAYOUTS))
-def test_s10_s12_where_records_agree_every_path_has_them(batch, layout):
+@given(groups(), st.sampled_from(PACK_LAYOUTS))
+def test_s10_s12_where_records_agree_every_path_has_them(batch, pack_layout):
     samples = samples_of(*batch)
-    tries, report = fold(samples, layout)
+    tries, report = fold(samples, pack_layout)
     assert report.routes_conflicting == 0
     known = {}  # (group, path) → recorded by some step
     for s in samples:
@@ -74,16 +76,17 @@ def test_s10_s12_where_records_agree_every_path_has_them(batch, layout):
 @given(groups(noise=0.2, routing=("full", "delta")), st.sampled_from(["owner", "split"]))
 def test_s12_experts_along_a_path_do_not_depend_on_the_layout(batch, on_conflict):
     flat, merge, trie = (
-        experts_of(fold(samples_of(*batch), layout, on_conflict)[0]) for layout in LAYOUTS
+        experts_of(fold(samples_of(*batch), pack_layout, on_conflict)[0])
+        for pack_layout in PACK_LAYOUTS
     )
     assert flat == merge == trie
 
 
 @some
-@given(groups(noise=0.2, routing=("full", "delta")), st.sampled_from(LAYOUTS))
-def test_d2_split_keeps_what_each_step_recorded(batch, layout):
+@given(groups(noise=0.2, routing=("full", "delta")), st.sampled_from(PACK_LAYOUTS))
+def test_d2_split_keeps_what_each_step_recorded(batch, pack_layout):
     samples = samples_of(*batch)
-    found = experts_of(fold(samples, layout, "split")[0])
+    found = experts_of(fold(samples, pack_layout, "split")[0])
     for s in samples:
         for j in np.flatnonzero(s.step.loss_mask).tolist():
             at = len(s.step.prompt_ids) + j
@@ -175,7 +178,7 @@ def test_s11_a_chain_broken_in_the_middle_gives_two_rows():
     assert found == [[A, B, O], [A, D, E, O]]
     assert [t.loss.step.tolist() for t in tries] == [[0, 1], [2, 3]]
     assert report.sequences_after == 2
-    assert sequences(turns, layout="trie")[0] == [[A, B, O, D, E, O]]
+    assert sequences(turns, pack_layout="trie")[0] == [[A, B, O, D, E, O]]
 
 
 def test_s11_a_prefix_of_prompt_and_response_but_not_of_the_prompt_does_not_merge():
@@ -210,15 +213,15 @@ def test_s11_missing_logprobs_stay_missing():
 
 
 def test_s11_tokens_grow_linearly_with_turns():
-    def tokens(turns, layout):
+    def tokens(turns, pack_layout):
         steps, prompt = [], [A]
         for _ in range(turns):
             steps.append((prompt, [B, C]))
             prompt = prompt + [B, C, O]
-        return fold(samples_of(group_of(trajectory(*steps))), layout)[1].tokens_after
+        return fold(samples_of(group_of(trajectory(*steps))), pack_layout)[1].tokens_after
 
-    for layout in ("merge", "trie"):
-        assert (tokens(20, layout), tokens(40, layout)) == (3 * 20 - 1, 3 * 40 - 1)
+    for pack_layout in ("merge", "trie"):
+        assert (tokens(20, pack_layout), tokens(40, pack_layout)) == (3 * 20 - 1, 3 * 40 - 1)
     assert tokens(40, "flat") > 3.5 * tokens(20, "flat")
 
 
@@ -234,8 +237,8 @@ def test_s12_merging_keeps_the_advantage_of_each_step():
 def test_s3_the_advantage_lands_on_each_steps_own_positions():
     """Steps of unequal prompts and responses: copying the last step's row would leave the others without gradient."""
     turns = trajectory(([A, A, A], [B]), ([A, B, O, O, O, O], [C, C, C, D]), ([D], [E, E]))
-    for layout in LAYOUTS:
-        for trie in fold(samples_of(group_of(turns)), layout)[0]:
+    for pack_layout in PACK_LAYOUTS:
+        for trie in fold(samples_of(group_of(turns)), pack_layout)[0]:
             for s in turns.steps:
                 rows = trie.loss.step == s.index
                 if rows.any():
@@ -279,12 +282,12 @@ def two_steps(first, second, start=0):
     return turns
 
 
-@pytest.mark.parametrize("layout", ["merge", "trie"])
-def test_s10_the_last_sampled_token_takes_its_experts_from_the_next_step(layout):
+@pytest.mark.parametrize("pack_layout", ["merge", "trie"])
+def test_s10_the_last_sampled_token_takes_its_experts_from_the_next_step(pack_layout):
     turns = two_steps([10, 11], [10, 11, 12, 13, 14])
-    assert experts(fold(samples_of(group_of(turns)), layout)[0][0]) == [10, 11, 12, 13, 14]
+    assert experts(fold(samples_of(group_of(turns)), pack_layout)[0][0]) == [10, 11, 12, 13, 14]
     turns = two_steps([10, 11], [12, 13, 14], start=2)
-    assert experts(fold(samples_of(group_of(turns)), layout)[0][0]) == [10, 11, 12, 13, 14]
+    assert experts(fold(samples_of(group_of(turns)), pack_layout)[0][0]) == [10, 11, 12, 13, 14]
 
 
 def test_s10_flat_takes_what_earlier_steps_recorded():
@@ -350,8 +353,8 @@ def test_d2_under_split_what_a_step_did_not_record_it_has_from_its_own_trajector
         turns.steps[0], [20, 21]
     )  # the second step recorded nothing, the third what came after the first
     recorded(turns.steps[2], [22, 23, 24, 25], start=2)
-    for layout in LAYOUTS:
-        tries, _ = fold(samples_of(group_of(stranger, turns)), layout, "split")
+    for pack_layout in PACK_LAYOUTS:
+        tries, _ = fold(samples_of(group_of(stranger, turns)), pack_layout, "split")
         found = experts_of(tries)
         assert [row[0][0] for row in found[(0, 1, 1, 4)]] == [20, 21, 22, 23]
         assert [row[0][0] for row in found[(0, 1, 2, 6)]] == [20, 21, 22, 23, 24, 25]
@@ -390,7 +393,7 @@ def test_trie_names_its_nodes_and_sequences():
     assert not path.branches
 
 
-@pytest.mark.parametrize("kind", ["layout", "on_conflict"])
+@pytest.mark.parametrize("kind", ["pack_layout", "on_conflict"])
 def test_unknown_choices_are_named(kind):
     with pytest.raises(ValueError, match=r"= other: must be one of"):
         fold([], **{kind: "other"})

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastep.samples import lay_out, make_samples
-from megastep.samples.trie import LAYOUTS
+from megastep.samples.trie import PACK_LAYOUTS
 from megastep.samples.weights import UNITS, token_weights
 
 from .rollouts import group_of, groups, trajectory
@@ -45,13 +45,16 @@ def test_s13_weights_against_their_formulas(reduction, wanted):
 
 @settings(max_examples=80, deadline=None)
 @given(
-    groups(routing=("none",)), st.sampled_from(UNITS), st.sampled_from(LAYOUTS), st.integers(1, 4)
+    groups(routing=("none",)),
+    st.sampled_from(UNITS),
+    st.sampled_from(PACK_LAYOUTS),
+    st.integers(1, 4),
 )
 def test_s14_x4_weights_of_a_mini_batch_add_up_to_one_under_every_layout(
-    made, reduction, layout, ranks
+    made, reduction, pack_layout, ranks
 ):
     samples = make_samples(made, "step_returns", reduction)
-    ranked, report = lay_out(samples, ranks, 128, 4, layout)
+    ranked, report = lay_out(samples, ranks, 128, 4, pack_layout)
     total = sum(m.trie.loss.weight.astype(np.float64).sum() for rank in ranked for m in rank)
     assert total == pytest.approx(1 if report.sequences_before else 0, abs=1e-6)
 
