@@ -356,9 +356,9 @@ def _owners(samples: list[Sample], tree: _Tree, tokens: int) -> np.ndarray:
         sample 0   prompt [A]          response [B C]    recorded A B; C was never forwarded
         sample 1   prompt [A B C O]    response [D E]    recorded A B C O D
 
-        token                 A  B  C  O  D
-        1. prompt tokens      0  1  1  1  -     sample 1 writes A B C O, then sample 0 writes A
-        2. sampled tokens     0  0  1  1  1     sample 1 writes D, then sample 0 writes B
+        token                 A  B  C  O  D  E
+        1. prompt tokens      0  1  1  1  -  -    sample 1 writes A B C O, then sample 0 writes A
+        2. sampled tokens     0  0  1  1  1  -    sample 1 writes D, then sample 0 writes B
 
     The last writer wins: sampled tokens over prompt tokens, earlier samples over later ones.
     """
@@ -379,10 +379,10 @@ def _owners(samples: list[Sample], tree: _Tree, tokens: int) -> np.ndarray:
 def _routes(samples: list[Sample], trie: Trie, owner: np.ndarray) -> Routes:
     """Views of the recorded routing, one per run of tokens on one path with one owner.
 
-    In the example of `_owners`, where token and position are the same:
+    The example of `_owners` gives start = [0, 2]; E, without an owner, is in no run:
 
-        run 0   tokens 0..2, owner 0    rows[0] = routing of sample 0 [0:2]
-        run 1   tokens 2..5, owner 1    rows[1] = routing of sample 1 [2:5]
+        A B      tokens 0 and 1    rows[0] = routing[0:2] of sample 0
+        C O D    tokens 2 to 4     rows[1] = routing[2:5] of sample 1
     """
     run_start, run_stop = _owner_runs(owner, trie.position)
     recorded = owner[run_start] >= 0

@@ -105,7 +105,7 @@ def cut_off():
     return [group]
 
 
-REASONS = [Dropped(0, 1, "cut off at step 1 (length)"), Dropped(0, 2, "first prompt too long")]
+REASONS = [Dropped(0, 1, "truncated at step 1 (length)"), Dropped(0, 2, "first prompt too long")]
 
 
 def test_over_long_trajectories_can_be_kept_or_dropped():

@@ -30,20 +30,27 @@ def test_age_is_the_number_of_policies_since():
     staleness = StalenessTracker()
     for version in (188, 190, 190, 192):  # the same weights again are no other policy
         staleness.record_sync(version)
-    assert staleness.of(group(0, [(188, 2), (190, 1)], [(192, 3)])).tolist() == [2, 2, 1, 0, 0, 0]
+    assert staleness.per_token(group(0, [(188, 2), (190, 1)], [(192, 3)])).tolist() == [
+        2,
+        2,
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_an_untrained_token_has_no_age():
     made = group(0, [(1, 3)])
     made.trajectories[0].steps[0].loss_mask[0] = False
-    assert len(StalenessTracker([1, 2]).of(made)) == 2
+    assert len(StalenessTracker([1, 2]).per_token(made)) == 2
 
 
 def test_what_is_too_old_is_refused_by_its_oldest_token():
     old, new = group(0, [(5, 1), (7, 9)]), group(1, [(6, 4)])
     kept, dropped = StalenessTracker([5, 6, 7]).drop_stale([old, new], limit=1)
     assert [g.id for g in kept] == [1]
-    assert [(d.group, d.reason) for d in dropped] == [(0, "2 versions old")]
+    assert [(d.group, d.reason) for d in dropped] == [(0, "staleness 2, limit 1")]
 
 
 def test_the_distribution_is_a_metric():
