@@ -128,7 +128,7 @@ class Group:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The experts of a model, as far as recorded routing depends on them."""
+    """The experts of a model, to validate recorded routing."""
 
     experts: int  # per layer
     top_k: int

@@ -47,6 +47,7 @@ def lay_out(
     budget_tokens: int,
     align_tokens: int = 1,
     pack_layout: str = "trie",
+    *,
     on_conflict: str = "owner",
     attention_tokens: int = 24_576,
     rounds_of: int = 1,

@@ -152,16 +152,18 @@ class _Tree:
         self._order()
 
     def _insert(self, sequence: np.ndarray, begin: int, shared: int) -> int:
-        """Add keys[begin:], of which `path` holds the first `shared`; return the node it ends.
+        """Add a sequence, keys[begin:], and return the node it ends.
 
-        inserted last   A B T C .          path: the root and one node, A B T C .
-        sequence        A B C . O D .      shared = 2
+        shared: the number of its first keys that are on `path`.
 
-        back up     to the node that holds the last shared key, B: it is A B T C .
-        split       it after B:                A B ─── T C .
-        descend     while a child matches: no child of A B begins with C
-        add         the rest as a new leaf:    A B ─┬─ T C .
-                                                    └─ C . O D .
+            inserted last   A B T C .          path: the root and one node, A B T C .
+            sequence        A B C . O D .      shared = 2
+
+            back up     to the node that holds the last shared key, B: it is A B T C .
+            split       it after B:                A B ─── T C .
+            descend     while a child matches: no child of A B begins with C
+            add         the rest as a new leaf:    A B ─┬─ T C .
+                                                        └─ C . O D .
         """
         path = self.path
         while len(path) > 1 and self.depth[path[-1]] >= shared:
@@ -508,11 +510,11 @@ def restrict(trie: Trie, rows: np.ndarray | slice) -> Trie:
     kept = np.flatnonzero(kept_tokens)
     new_end = new_start[np.searchsorted(node_start, subtree_end[kept])]
     ranges = _Ranges(node_start[kept], kept_tokens[kept], new_start[kept])
-    depth = trie.position[ranges.start]
-    positions = np.repeat(depth - ranges.new_start, ranges.length)
+    # [token of the result] its position minus its index
+    offset = np.repeat(trie.position[ranges.start] - ranges.new_start, ranges.length)
     return Trie(
         tokens=np.concatenate([trie.tokens[a:b] for a, b in ranges.bounds()]),
-        position=np.arange(len(positions), dtype=np.int32) + positions,
+        position=np.arange(len(offset), dtype=np.int32) + offset,
         end=np.repeat(new_end, ranges.length),
         loss=loss,
         routes=None if trie.routes is None else _take_routes(trie.routes, ranges),
@@ -552,7 +554,7 @@ def _take_routes(routes: Routes, ranges: _Ranges) -> Routes:
     return Routes(np.array(new_start, np.int32), new_rows, routes.shape)
 
 
-# ---------------------------------------------------------------- the layouts merge and flat
+# ---------------------------------------------------------------- pack layouts merge and flat
 
 
 def _sequence_rows(
