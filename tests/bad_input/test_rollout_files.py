@@ -357,7 +357,7 @@ FOREIGN = {
     "expert_twice": (dict(routing=np.zeros_like(ROUTING)), "has one expert twice"),
     "no_experts": (
         dict(routing=None),
-        "no experts recorded, and routing_replay.enabled needs them",
+        "no routing recorded, and routing_replay.enabled needs it",
     ),
 }
 
@@ -426,10 +426,7 @@ def test_a4_prompts_that_teach_nothing_are_counted(tmp_path, capsys):
     write(tmp_path / "f", groups)
     assert len(read_batches(load(CONFIG, []), tmp_path / "f")) == 1
     told = capsys.readouterr().out
-    assert (
-        f"{tmp_path}/f: 1 of 2 prompts train nothing: under advantage.estimator = grpo"
-        in told
-    )
+    assert f"{tmp_path}/f: 1 of 2 prompts train nothing: under advantage.estimator = grpo" in told
 
 
 def test_rewards_that_the_estimator_refuses(tmp_path):
