@@ -22,7 +22,7 @@ from aiohttp import web
 
 from megastep.errors import CorpusError
 from megastep.rollout.data import json_lines
-from megastep.rollout.env import one_line
+from megastep.text import one_line
 
 DEFAULT_PASSAGES = 3
 
