@@ -93,7 +93,7 @@ def pool(generate, turns: int, response: int) -> Pool:
     renderer.stop_ids = ()  # every response has its full length; the token that closes it is appended
     limits = Limits(turns, MODEL["max_position_embeddings"], response + 1, env_timeout_s=60.0)
     return Pool(
-        Agent(generate, renderer, limits, Sampling(response)), Talk, samples=1, concurrency=CALLS
+        Agent(generate, renderer, limits, Sampling(response)), Talk, samples_per_prompt=1, concurrency=CALLS
     )
 
 

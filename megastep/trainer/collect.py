@@ -115,7 +115,7 @@ def _play(
             cluster.policy.call("load", checkpoint)
             cluster.sync()
         pool = make_pool(cluster.engines.generate)
-        with Progress(len(prompts) * pool.samples) as progress:
+        with Progress(len(prompts) * pool.samples_per_prompt) as progress:
             groups = asyncio.run(_stoppable(pool.run(prompts, progress.add)))
             tokens_per_s = progress.tokens_per_s
     check_not_all_failed(groups)

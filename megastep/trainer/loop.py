@@ -319,7 +319,7 @@ class Loop:
                 )
             played += taken.groups
             check_not_all_failed(played)
-            fresh, old = self.staleness.drop_stale(taken.groups, self.stream.max_staleness_versions)
+            fresh, old = self.staleness.drop_stale(taken.groups, self.stream.staleness_limit)
             passed, gone = sift(fresh, self.config)
             kept += passed
             dropped += gone + old
@@ -327,7 +327,7 @@ class Loop:
             wanted = self.still_wanted(kept, played)
         self.keep_rollouts(played)
         metrics = rollout_metrics(played) | filter_metrics(dropped, _count(played)) | counts
-        metrics |= self.staleness.metrics(kept, self.stream.max_staleness_versions)
+        metrics |= self.staleness.metrics(kept, self.stream.staleness_limit)
         return kept, metrics | {"rollout/tokens_per_s": self.stream.tokens_per_s()}
 
     def keep_rollouts(self, played: list[Group]) -> None:

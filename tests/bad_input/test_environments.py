@@ -388,12 +388,12 @@ class Says(Env):
 def play(env, mode) -> Group:
     """A group of it, which must pass through metrics and a file."""
     agent = Agent(
-        chats.Script(RENDERER[mode], ["ab<|im_end|>"]),
+        chats.ScriptedEngine(RENDERER[mode], ["ab<|im_end|>"]),
         RENDERER[mode],
         LIMITS,
         Sampling(max_tokens=0),
     )
-    return Group(0, [asyncio.run(agent.play(lambda: env, 0, 0, "0/0"))])
+    return Group(0, [asyncio.run(agent.run_episode(lambda: env, 0, 0, "0/0"))])
 
 
 def marked(env, mode, tmp_path) -> str:

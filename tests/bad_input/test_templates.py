@@ -42,7 +42,7 @@ TEMPLATES = {
     "unclosed": ("{% for m in messages %}", "Unexpected end of template"),
     "unknown_tag": ("{% frobnicate %}", "unknown tag"),
     "unknown_filter": ("{{ messages | frobnicate }}", "No filter named"),
-    "raises": ("{{ raise_exception('not\\nme') }}", "refuses messages of user: not me"),
+    "raises": ("{{ raise_exception('not\\nme') }}", "rejects messages of user: not me"),
     "unsafe": ("{{ messages.__class__.__mro__ }}", "unsafe"),
     "include": ("{% include 'x' %}", "no loader"),
     "extends": ("{% extends 'x' %}", "no loader"),
@@ -78,7 +78,7 @@ def test_c9_templates_that_raise(name, mode, model):
 def test_c9_templates_that_never_end(template, mode, model, monkeypatch):
     monkeypatch.setattr(renderer, "TRIAL_S", 0.1)
     (model / "chat_template.jinja").write_text(template)
-    assert "takes longer than 0.1 s for trial conversations; has it a loop without end?" in problem(
+    assert "takes longer than 0.1 s for trial conversations; does it loop forever?" in problem(
         model, mode
     )
     for thread in threading.enumerate():
@@ -105,7 +105,7 @@ def test_c9_templates_that_never_end_in_a_long_conversation(condition, mode, mod
     (model / "chat_template.jinja").write_text(
         "{% if " + condition + " %}" + loop + "{% endif %}" + own
     )
-    assert "takes longer than 1 s for trial conversations; has it a loop without end?" in problem(
+    assert "takes longer than 1 s for trial conversations; does it loop forever?" in problem(
         model, mode
     )
 
@@ -148,7 +148,7 @@ OWN = [
 @pytest.mark.parametrize("name", OWN)
 def test_c9_options_that_are_not_the_templates(name, model):
     assert problem(model, "chat", {name: 1}).startswith(
-        f"rollout.template.{name}: is not the template's"
+        f"rollout.template.{name}: not an argument of the template"
     )
 
 
@@ -156,7 +156,7 @@ def test_c9_options_that_are_not_the_templates(name, model):
     "options", [{"tools": "x"}, {"tools": 5}, {"documents": "x"}, {"documents": [1]}, {1: 2}]
 )
 def test_c9_options_of_a_wrong_kind(options, model):
-    assert "refuses messages of user" in problem(model, "chat", options)
+    assert "rejects messages of user" in problem(model, "chat", options)
 
 
 GENERATION = {

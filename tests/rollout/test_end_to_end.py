@@ -19,7 +19,7 @@ from megastep.envs import sql_data
 from megastep.rollout.renderer import Renderer
 from megastep.samples import store
 from tests.processes import alive, descendants
-from tests.rollout.speaker import GOLD, RAMBLING, Speaker
+from tests.rollout.markov_model import GOLD, RAMBLING, MarkovModel
 
 QUESTION = "Which products cost more than 20?"
 LIMITS = {
@@ -49,11 +49,11 @@ def task(tmp_path_factory):
     sql_data.write(folder / "data", databases=2, questions=2, seed=0)
     row = {"question": QUESTION, "database": "shop_0.sqlite", "sql": GOLD}
     (folder / "rows.jsonl").write_text((json.dumps(row) + "\n") * 6)
-    speaker = Speaker(folder / "model")
-    (folder / "config.yaml").write_text(f"model: {{path: {speaker.folder}}}\n")
+    model = MarkovModel(folder / "model")
+    (folder / "config.yaml").write_text(f"model: {{path: {model.folder}}}\n")
     given = [f"{key}={value}" for key, value in SETTINGS.items()]
     given += [f"data.train={folder}/rows.jsonl", f"env.options.databases={folder}/data/databases"]
-    return folder, speaker, [f"{folder}/config.yaml", *given, f"run.dir={folder}/runs"]
+    return folder, model, [f"{folder}/config.yaml", *given, f"run.dir={folder}/runs"]
 
 
 @pytest.fixture(scope="module")
@@ -128,15 +128,15 @@ def _finish(process: subprocess.Popen, name: Path) -> tuple[str, str]:
 
 @pytest.fixture(params=["tokens", "chat"], scope="module")
 def played(request, task):
-    """(mode, speaker, renderer, trajectories) of each command."""
-    speaker = task[1]
+    """(mode, model, renderer, trajectories) of each command."""
+    model = task[1]
     out, _ = request.getfixturevalue(request.param)
     groups = store.read(out)
     assert len(groups) == PROMPTS[request.param] and all(
         len(g.trajectories) == SAMPLES for g in groups
     )
-    renderer = Renderer.for_model(speaker.folder, request.param)
-    return request.param, speaker, renderer, [t for g in groups for t in g.trajectories]
+    renderer = Renderer.for_model(model.folder, request.param)
+    return request.param, model, renderer, [t for g in groups for t in g.trajectories]
 
 
 def test_no_trajectory_is_lost_or_failed(played):
@@ -174,11 +174,11 @@ def _observed(renderer, step) -> dict[str, str]:
 
 
 def test_s6_tokens_and_logprobs_are_those_of_the_model(played):
-    _, speaker, _, trajectories = played
+    _, model, _, trajectories = played
     for step in (s for t in trajectories for s in t.steps):
         sampled = step.response_ids[step.loss_mask].tolist()
         chain = [int(step.prompt_ids[-1]), *sampled]
-        expected = [speaker.logprob(a, b) for a, b in zip(chain, chain[1:])]
+        expected = [model.logprob(a, b) for a, b in zip(chain, chain[1:])]
         assert step.logprobs[step.loss_mask] == pytest.approx(expected, abs=1e-4)
 
 
@@ -194,11 +194,11 @@ def test_s7_no_step_is_too_long(played):
 
 
 def test_s8_what_was_cut_off_is_closed_and_not_trained(played):
-    _, speaker, renderer, trajectories = played
+    _, model, renderer, trajectories = played
     cut_off = [s for t in trajectories for s in t.steps if not s.loss_mask.all()]
     assert cut_off
     for step in cut_off:
-        assert step.response_ids.tolist() == [speaker.ids[RAMBLING]] * 11 + [renderer.end_id]
+        assert step.response_ids.tolist() == [model.ids[RAMBLING]] * 11 + [renderer.end_id]
         assert step.loss_mask.tolist() == [True] * 11 + [False] and step.logprobs[-1] == 0
         assert step.finish in ("length", "context")
     for step in (s for t in trajectories for s in t.steps):
@@ -224,7 +224,7 @@ def test_s9_observations_are_in_prompts_only(played):
 
 
 def test_s10_experts_are_those_of_their_tokens(played):
-    mode, speaker, _, trajectories = played
+    mode, model, _, trajectories = played
     for trajectory in trajectories:
         end = 0
         for step in trajectory.steps:
@@ -232,7 +232,7 @@ def test_s10_experts_are_those_of_their_tokens(played):
             assert step.routing_end == len(step.prompt_ids) + int(step.loss_mask.sum()) - 1
             recorded = np.sort(step.routing, axis=-1)
             assert (
-                recorded == speaker.experts[tokens[step.routing_start : step.routing_end]]
+                recorded == model.routing[tokens[step.routing_start : step.routing_end]]
             ).all()
             assert (
                 step.routing_start == end
