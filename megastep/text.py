@@ -1,4 +1,4 @@
-"""Values and errors of unknown content as one short line. Secrets are hidden before the text is cut."""
+"""Values and errors of unknown content as one short line, with secrets hidden."""
 
 import reprlib
 from typing import Any

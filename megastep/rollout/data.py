@@ -49,7 +49,8 @@ def load_data(config: DataConfig, env: type[Env], seed: int) -> tuple[list[dict]
         return rows, read_rows(config.eval, env, config.generated_rows, seed + 1)
     if config.held_out >= len(rows):
         raise DataError(
-            f"data.held_out = {config.held_out}: {config.train} has {len(rows)} rows; hold out fewer"
+            f"data.held_out = {config.held_out}: {config.train} has {len(rows)} rows; "
+            "hold out fewer"
         )
     order = np.random.default_rng([seed, 0x5B117]).permutation(len(rows)).tolist()
     train_count = len(rows) - config.held_out
@@ -252,7 +253,8 @@ class PromptStream:
         ]
         if differences:
             raise DataError(
-                f"data.train: is not what the checkpoint was trained on ({'; '.join(differences)}); "
+                "data.train: is not what the checkpoint was trained on "
+                f"({'; '.join(differences)}); "
                 "to train its weights on other prompts, export them and begin a run with model.path"
             )
         self._go_to(position["epoch"], position["index"])

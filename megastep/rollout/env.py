@@ -89,9 +89,9 @@ class Env(ABC):
 
     @abstractmethod
     async def step(self, text: str, ids: np.ndarray) -> Outcome:
-        """`text`: the decoded response, thinking included, without its stop token; `ids`: its tokens."""
+        """`text`: the decoded response, with thinking, without its stop token; `ids`: its tokens."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027  optional
         """Release the episode's resources."""
 
     @classmethod
@@ -109,7 +109,7 @@ class Env(ABC):
 
 
 def import_from(folders: Iterable[Path]) -> None:
-    """Append `folders` to sys.path: after the installed packages, so that they cannot shadow one."""
+    """Append `folders` to sys.path: behind installed packages, so that they shadow none."""
     for folder in map(str, folders):
         if folder not in sys.path:
             sys.path.append(folder)
@@ -335,7 +335,7 @@ def plain(value: Any) -> Any:
 
 
 def lone_surrogate(value: Any) -> str | None:
-    """Report half of a UTF-16 pair in a JSON value, which neither tokenizers nor files can encode."""
+    """Report half of a UTF-16 pair in a JSON value; tokenizers and files cannot encode it."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:

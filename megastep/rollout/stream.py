@@ -170,7 +170,7 @@ class GroupStream:
         self.submit(self._restore(state)).result()
 
     def tokens_per_s(self) -> float:
-        """Sampled tokens of groups completed since the last call, per second of running episodes."""
+        """Sampled tokens of groups completed since the last call, per second of rollout."""
 
         async def read() -> float:
             return self._speed.read()
@@ -242,7 +242,7 @@ class GroupStream:
             1            4                  0              2          2    step 5 takes 2 of 4
             2            6                  2              4          0
 
-        Two of 20 ... 23 must complete first. If 20 and 21 do, they are chosen and no excess is left.
+        Two of 20 to 23 must complete first. If 20 and 21 do, they are chosen and no excess remains.
         """
         if self.drops:
             return 0
@@ -318,7 +318,7 @@ class GroupStream:
             self._changed.set()
 
     async def _state(self) -> StreamState:
-        """A group in which every episode failed starts over: a resumed run would end at it again."""
+        """A group in which every episode failed starts over: it would end a resumed run again."""
         state = StreamState(self.prompts.position())
         for entry in self._entries.values():
             if entry.group is None or all_failed([entry.group]):

@@ -52,7 +52,8 @@ class Task:
     def eval_prompts(self) -> list[Prompt]:
         if not self.eval_rows:
             raise DataError(
-                "data.held_out = 0: there is nothing to evaluate on; hold out rows or give data.eval"
+                "data.held_out = 0: there is nothing to evaluate on; "
+                "hold out rows or give data.eval"
             )
         return [Prompt(i, row) for i, row in enumerate(self.eval_rows[: self.config.eval.prompts])]
 

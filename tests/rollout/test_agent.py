@@ -492,7 +492,7 @@ def test_c10_the_error_for_a_method_without_async_shows_its_signature(method):
     assert trajectory.stop_reason == ("done" if method == "close" else "env_error")
 
 
-# ---------------------------------------------------------------- C11: environments that block others
+# ---------------------------------------------------------------- C11: blocking environments
 
 
 def test_c11_an_observation_above_the_limit_is_an_error():

@@ -1,4 +1,4 @@
-"""S6: token in, token out; and history as the chat template renders it, without dropped thinking."""
+"""S6: token in, token out; and history as the chat template renders it."""
 
 import hypothesis.strategies as st
 import numpy as np
