@@ -89,7 +89,7 @@ class Env(ABC):
 
     @abstractmethod
     async def step(self, text: str, ids: np.ndarray) -> Outcome:
-        """`text`: the decoded response, with thinking, without its stop token; `ids`: its tokens."""
+        """`text`: the decoded response with thinking, without its stop token; `ids`: its tokens."""
 
     async def close(self) -> None:  # noqa: B027  optional
         """Release the episode's resources."""
