@@ -358,7 +358,7 @@ class Recorded:
 
     def add(self, step: Step, generation: Generation) -> None:
         """A call that a weight sync interrupted, before its first token or later, has routing of
-        two versions: the next call then records all of its own."""
+        two versions: the next call records from token 0."""
         versions = set(generation.versions[:, 0].tolist())
         same_version = versions == {self.version}
         starts_version = len(versions) == 1 and step.routing_start == 0

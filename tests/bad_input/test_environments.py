@@ -410,7 +410,7 @@ def failure(env, mode, tmp_path) -> str:
     return error
 
 
-class Odd:
+class Unprintable:
     def __repr__(self):
         raise ValueError
 
@@ -432,8 +432,8 @@ MESSAGES = [
     [{}],
     [{"role": "user"}],
     [{"content": "x"}],
-    Odd(),
-    [Odd()],
+    Unprintable(),
+    [Unprintable()],
     [{"role": "user", "content": None}],
     [{"role": "user", "content": 5}],
     [{"role": "user", "content": b"x"}],
@@ -448,7 +448,7 @@ MESSAGES = [
     [*OK * 1000],
     ({"role": "user", "content": "x"},),
     iter(OK),
-    [{"role": "user", "content": Odd()}],
+    [{"role": "user", "content": Unprintable()}],
     [{"role": "user", "content": "\udcff" * 100}],
     [{"role": "user", "content": np.str_("x") + "\udfff"}],
 ]
@@ -470,7 +470,7 @@ OUTCOMES = [
     (1, 2, 3),
     [OK, 0.0, True],
     {"reward": 1},
-    Odd(),
+    Unprintable(),
     (OK, 0, True, {}, None, 1),
     *[Outcome(observation=m) for m in MESSAGES if m != []],
     *[
@@ -490,10 +490,13 @@ OUTCOMES = [
             1j,
             np.ones(2),
             np.float32("nan"),
-            Odd(),
+            Unprintable(),
         )
     ],
-    *[Outcome(OK, done=d) for d in (None, "no", "", [], {}, 0.5, np.ones(2), np.array([]), Odd())],
+    *[
+        Outcome(OK, done=d)
+        for d in (None, "no", "", [], {}, 0.5, np.ones(2), np.array([]), Unprintable())
+    ],
     *[
         Outcome(OK, state=s)
         for s in (
@@ -505,7 +508,7 @@ OUTCOMES = [
             1.0,
             [],
             (1,),
-            Odd(),
+            Unprintable(),
             np.float32(1),
             np.ones(2),
         )
@@ -517,9 +520,9 @@ OUTCOMES = [
             5,
             "text",
             [1],
-            [("a", Odd())],
-            Odd(),
-            {"x": Odd()},
+            [("a", Unprintable())],
+            Unprintable(),
+            {"x": Unprintable()},
             {"x": float("nan")},
             {"x": float("inf")},
             {"x": np.float64("nan")},
@@ -539,7 +542,7 @@ OUTCOMES = [
             {"success": [True]},
             {"success": {}},
             {(1, 2): 3},
-            {Odd(): 1},
+            {Unprintable(): 1},
             {"success": float("nan")},
         )
     ],

@@ -121,8 +121,8 @@ def test_c9_templates_that_are_endless_in_a_long_conversation(condition, mode, m
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
 def test_a_template_may_reject_long_conversations(mode, model):
     own = (model / "chat_template.jinja").read_text()
-    refusal = "{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}"
-    (model / "chat_template.jinja").write_text(refusal + own)
+    limit = "{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}"
+    (model / "chat_template.jinja").write_text(limit + own)
     Renderer.for_model(model, mode)
 
 

@@ -20,14 +20,14 @@ QWEN3 = """\
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
         {%- set parts = m.content.split('</think>') %}
-        {%- set said = parts[-1].lstrip('\\n') %}
+        {%- set answer = parts[-1].lstrip('\\n') %}
         {{- '<|im_start|>assistant\\n' }}
         {%- if loop.index0 > ns.last and parts | length > 1 %}
             {{- '<think>\\n' + parts[0].split('<think>')[-1].strip('\\n') + '\\n</think>\\n\\n' }}
         {%- elif loop.last %}
             {{- '<think>\\n\\n</think>\\n\\n' }}
         {%- endif %}
-        {{- said + '<|im_end|>\\n' }}
+        {{- answer + '<|im_end|>\\n' }}
     {%- elif m.role == 'tool' %}
         {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
             {{- '<|im_start|>user' }}
@@ -142,7 +142,8 @@ def ids(kind_or_renderer, text: str) -> np.ndarray:
     return np.array(made.encode(text, add_special_tokens=False), np.int32)
 
 
-LAYERS, TOP_K = 2, 2
+LAYERS = 2
+TOP_K = 2
 
 
 @dataclass

@@ -32,9 +32,11 @@ NEXT = {
 LOGIT = 30.0
 TEMPLATE = """\
 {%- for message in messages %}
-    {%- set said = message.content %}
-    {%- if message.role == 'assistant' %}{% set said = said.split('</think>')[-1] %}{% endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + said + '<|im_end|>\\n' }}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' %}
+        {%- set content = content.split('</think>')[-1] %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 

@@ -31,13 +31,13 @@ class Talk(Env):
         self.question = question
         self.observations = observations
         self.turn = 0
-        self.heard = []
+        self.turns = []
 
     async def start(self):
         return [{"role": "user", "content": self.question}]
 
     async def step(self, text, ids):
-        self.heard.append((text, ids))
+        self.turns.append((text, ids))
         self.turn += 1
         if self.turn > len(self.observations):
             return Outcome(reward=1.0, done=True, metrics={"success": True})
@@ -80,7 +80,7 @@ def test_s1_every_model_call_is_a_step(mode):
     assert [s.reward for s in trajectory.steps] == [0.25, 0.25, 1.0] and trajectory.reward == 1.5
     assert trajectory.env_metrics == {"turns": 2, "success": True}
     assert [s.state for s in trajectory.steps] == [None, 1, 2]
-    assert env.heard[0][0] == THINKING.removesuffix("<|im_end|>")
+    assert env.turns[0][0] == THINKING.removesuffix("<|im_end|>")
 
 
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
@@ -441,14 +441,14 @@ def test_c1_an_error_that_cannot_be_printed_is_reported():
     async def mute():
         raise Mute
 
-    async def half():
+    async def lone_surrogate():
         raise ValueError("a\n\ud800")
 
     assert (
         run_episode(Talk(mute))[0].env_metrics["error"]
         == "Mute: its text cannot be read, ValueError"
     )
-    assert run_episode(Talk(half))[0].env_metrics["error"] == "ValueError: a \\ud800"
+    assert run_episode(Talk(lone_surrogate))[0].env_metrics["error"] == "ValueError: a \\ud800"
 
 
 def test_c10_numpy_scalars_are_accepted():
@@ -557,7 +557,7 @@ def test_c11_a_cancelled_episode_ends_even_if_its_environment_does_not(swallows,
         env = Talk(ignores_cancellation if swallows == "always" else once, "two", "three")
         agent = Agent(script, renderer, LIMITS, Sampling(max_tokens=0))
         episode = asyncio.create_task(agent.run_episode(lambda: env, 0, 0, "0/0"))
-        while not env.heard:
+        while not env.turns:
             await asyncio.sleep(0.001)
         episode.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -792,7 +792,7 @@ def test_an_aborted_call_keeps_its_sampled_tokens():
     agent = Agent(abort, renderer, LIMITS, Sampling(max_tokens=0))
     env = Talk("one")
     trajectory = asyncio.run(agent.run_episode(lambda: env, 0, 0, "0/0"))
-    assert trajectory.stop_reason == "abort" and env.heard == [] and env.closed == 1
+    assert trajectory.stop_reason == "abort" and env.turns == [] and env.closed == 1
     assert (
         trajectory.steps[0].response_ids.tolist() == [1] and trajectory.steps[0].finish == "abort"
     )

@@ -28,7 +28,9 @@ class Count(Env):
     open = 0
 
     def __init__(self, row, *, reward=1.0):
-        self.row, self.reward, self.turn = row, reward, 0
+        self.row = row
+        self.reward = reward
+        self.turn = 0
         if row.get("broken") == "made":
             raise ValueError("cannot be made")
         Count.open += 1
@@ -87,8 +89,8 @@ MIXED = prompts(
 
 def test_s1_trajectories_of_different_lengths_and_stop_reasons_in_one_batch():
     engine = Engine()
-    heard = []
-    groups = asyncio.run(pool(engine).run(MIXED, heard.append))
+    ended = []
+    groups = asyncio.run(pool(engine).run(MIXED, ended.append))
     validate(groups)
     assert [g.id for g in groups] == [p.id for p in MIXED]
     assert all([t.index for t in g.trajectories] == [0, 1, 2] for g in groups)
@@ -102,7 +104,7 @@ def test_s1_trajectories_of_different_lengths_and_stop_reasons_in_one_batch():
         "first_prompt",
         "max_turns",
     ]
-    assert sorted(map(id, heard)) == sorted(id(t) for g in groups for t in g.trajectories)
+    assert sorted(map(id, ended)) == sorted(id(t) for g in groups for t in g.trajectories)
     assert engine.most <= 4 and Count.open == 0
 
 

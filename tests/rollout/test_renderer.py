@@ -13,7 +13,7 @@ from . import chats
 QUESTION = [{"role": "user", "content": "ab?"}]
 OBSERVED = [{"role": "user", "content": "abab, yes"}]
 THOUGHT = "<think>\nall hell\n</think>\n\nab"
-SPOKEN = {
+RESPONSE = {
     "qwen3": THOUGHT + "<|im_end|>",
     "gpt_oss": "<|channel|>analysis<|message|>all hell<|end|>"
     "<|start|>assistant<|channel|>final<|message|>ab<|return|>",
@@ -35,7 +35,7 @@ def test_s6_tokens_mode_appends_to_the_sampled_tokens(kind):
     history = r.history(QUESTION)
     for _ in range(3):
         before = history.prompt_ids
-        sampled = chats.ids(r, SPOKEN[kind])
+        sampled = chats.ids(r, RESPONSE[kind])
         history.extend(sampled, OBSERVED)
         assert history.prompt_ids.dtype == np.int32
         assert history.prompt_ids[: len(before)].tolist() == before.tolist()
@@ -75,7 +75,7 @@ def test_s6_chat_mode_drops_thinking_as_qwen3_does():
     r = renderer("qwen3", "chat")
     history = r.history(QUESTION)
     assert shown(r, history.prompt_ids) == QWEN3_START
-    history.extend(chats.ids(r, SPOKEN["qwen3"]), OBSERVED)
+    history.extend(chats.ids(r, RESPONSE["qwen3"]), OBSERVED)
     assert shown(r, history.prompt_ids) == (
         QWEN3_START + "ab<|im_end|>\n<|im_start|>user\nabab, yes<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -86,7 +86,7 @@ def test_s6_chat_mode_keeps_thinking_until_the_next_question():
     r = renderer("qwen3", "chat")
     history = r.history(QUESTION)
     history.extend(
-        chats.ids(r, SPOKEN["qwen3"]),
+        chats.ids(r, RESPONSE["qwen3"]),
         [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}],
     )
     tools = (
@@ -96,19 +96,19 @@ def test_s6_chat_mode_keeps_thinking_until_the_next_question():
     assert shown(r, history.prompt_ids) == (
         QWEN3_START + THOUGHT + "<|im_end|>\n" + tools + "<|im_start|>assistant\n"
     )
-    history.extend(chats.ids(r, SPOKEN["qwen3"]), OBSERVED)
+    history.extend(chats.ids(r, RESPONSE["qwen3"]), OBSERVED)
     assert "all hell" not in shown(r, history.prompt_ids)
 
 
 def test_s6_chat_mode_drops_thinking_as_gpt_oss_does():
     r = renderer("gpt_oss", "chat")
-    assert r.message(chats.ids(r, SPOKEN["gpt_oss"])) == {
+    assert r.message(chats.ids(r, RESPONSE["gpt_oss"])) == {
         "role": "assistant",
         "content": "ab",
         "thinking": "all hell",
     }
     history = r.history(QUESTION)
-    history.extend(chats.ids(r, SPOKEN["gpt_oss"]), OBSERVED)
+    history.extend(chats.ids(r, RESPONSE["gpt_oss"]), OBSERVED)
     assert shown(r, history.prompt_ids) == (
         "<|start|>system<|message|>You are helpful.<|end|><|start|>user<|message|>ab?<|end|>"
         "<|start|>assistant<|channel|>final<|message|>ab<|end|>"
@@ -124,7 +124,7 @@ def test_gpt_oss_thinking_without_an_answer():
 
 def test_text_has_no_stop_token():
     r = renderer("qwen3", "tokens")
-    assert r.text(chats.ids(r, SPOKEN["qwen3"])) == THOUGHT
+    assert r.text(chats.ids(r, RESPONSE["qwen3"])) == THOUGHT
     assert r.text(np.array([], np.int32)) == ""
 
 
@@ -208,8 +208,10 @@ def conversation(r: Renderer, first: str, observed: str):
     """The prompt of the first turn and of the second."""
     history = r.history([{"role": "user", "content": first}])
     start = history.prompt_ids
-    said = r.tokenizer.encode("hops", add_special_tokens=False)
-    history.extend(np.array([*said, r.end_id], np.int32), [{"role": "user", "content": observed}])
+    response = r.tokenizer.encode("hops", add_special_tokens=False)
+    history.extend(
+        np.array([*response, r.end_id], np.int32), [{"role": "user", "content": observed}]
+    )
     return start, history.prompt_ids
 
 

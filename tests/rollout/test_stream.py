@@ -16,7 +16,8 @@ from megastep.rollout.data import PromptStream
 from megastep.rollout.stream import Entry, GroupStream, Interrupted
 from megastep.types import Group, Step, StopReason, Trajectory
 
-BATCH, SAMPLES = 4, 3
+BATCH = 4
+SAMPLES = 3
 
 
 class Episodes:
@@ -209,7 +210,8 @@ def test_the_worked_example_of_missing():
     started = [2, 3, 3, 3, 4, 4]
     entries = [Entry(prompts[id], start) for id, start in zip(prompts, started, strict=True)]
     stream._entries = dict(zip(prompts, entries))
-    entries[4].group, entries[5].group = Group(24, []), Group(25, [])
+    entries[4].group = Group(24, [])
+    entries[5].group = Group(25, [])
     assert stream._missing(stream._oldest_complete(2)) == 2
     entries[0].group = Group(20, [])
     assert stream._missing(stream._oldest_complete(2)) == 1
@@ -221,7 +223,8 @@ def test_on_stale_wait_waits_for_slow_groups_and_counts_them():
     """Prompt 1 is slow: at step 1 it is due, and no batch is taken without it."""
     episodes = Episodes(lambda id, index: 0.3 if id == 1 else 0.0)
     with make(episodes, steps=4, ahead=1) as stream:
-        first, second = stream.take(0), stream.take(1)
+        first = stream.take(0)
+        second = stream.take(1)
     assert 1 not in ids(first) and first.waited == 0
     assert 1 in ids(second) and (second.waited, second.dropped) == (1, 0)
 

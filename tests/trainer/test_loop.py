@@ -77,7 +77,9 @@ def test_s15_what_is_too_old_is_not_trained_on_whatever_the_schedule_was(version
     loop.staleness.synced_versions, loop.step = [3, 5, 6], 1
     with loop.stream:
         groups, metrics = loop.collect()
-    assert len(groups) == kept and metrics["rollout/trajectories"] == 4 * episodes.samples_per_prompt
+    assert (
+        len(groups) == kept and metrics["rollout/trajectories"] == 4 * episodes.samples_per_prompt
+    )
     assert metrics["filter/dropped"] == (4 - kept) * episodes.samples_per_prompt
 
 
@@ -304,7 +306,9 @@ async def play_all(loop) -> list:
     from megastep.rollout.data import Prompt
     from megastep.types import Group
 
-    return [Group(0, [await loop.stream.pool.run_episode(Prompt(0, {}), index) for index in range(3)])]
+    return [
+        Group(0, [await loop.stream.pool.run_episode(Prompt(0, {}), index) for index in range(3)])
+    ]
 
 
 def evaluated(groups: list, loop, begun: list):
