@@ -6,7 +6,7 @@ import torch
 
 from megastep.sync.checksum import add, checksum
 from megastep.weights.mapping import pieces_of, rows_of, to_megatron
-from tests.engines import corrupt_next_push, export, shake
+from tests.engines import corrupt_next_sync, export, shake
 from tests.models import some_tokens
 
 LAYOUTS = {
@@ -112,7 +112,7 @@ def test_no_key_of_an_old_policy_is_served(rollouts, models):
 def test_verify_sees_a_wrong_number(rollouts, models):
     rollouts.lay(models("qwen3_moe")[0], dict(expert=2))
     rollouts.cluster.sync()
-    rollouts.on_ranks(corrupt_next_push)
+    rollouts.on_ranks(corrupt_next_sync)
     with pytest.raises(
         Exception,
         match="sync.verify: tensor .* arrived with another checksum than it was sent with",

@@ -25,8 +25,8 @@ class Versioned(Episodes):
 
     version = 0
 
-    async def play(self, prompt, index):
-        trajectory = await super().play(prompt, index)
+    async def run_episode(self, prompt, index):
+        trajectory = await super().run_episode(prompt, index)
         trajectory.steps[0].versions[:, 0] = self.version
         trajectory.steps[0].reward = float(index)
         return trajectory
@@ -35,8 +35,8 @@ class Versioned(Episodes):
 class CutOff(Versioned):
     """Every trajectory of an even prompt is cut off."""
 
-    async def play(self, prompt, index):
-        trajectory = await super().play(prompt, index)
+    async def run_episode(self, prompt, index):
+        trajectory = await super().run_episode(prompt, index)
         trajectory.steps[0].finish = "stop" if prompt.id % 2 else "length"
         return trajectory
 
@@ -88,8 +88,10 @@ def test_s15_what_is_too_old_is_not_trained_on_whatever_the_schedule_was(version
     loop.staleness.synced_versions, loop.step = [3, 5, 6], 1
     with loop.stream:
         groups, metrics = loop.collect()
-    assert len(groups) == kept and metrics["rollout/trajectories"] == 4 * episodes.samples
-    assert metrics["filter/dropped"] == (4 - kept) * episodes.samples
+    assert (
+        len(groups) == kept and metrics["rollout/trajectories"] == 4 * episodes.samples_per_prompt
+    )
+    assert metrics["filter/dropped"] == (4 - kept) * episodes.samples_per_prompt
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_a10_a_group_without_a_trained_token_does_not_fill_a_batch(
         groups, metrics = loop.collect()
     assert [group.id for group in groups] == kept and metrics["rollout/prompts"] == played
     assert (
-        metrics["filter/dropped"] == played // 2 * CutOff.samples
+        metrics["filter/dropped"] == played // 2 * CutOff.samples_per_prompt
         and metrics["filter/dropped_fraction"] == 0.5
     )
 
@@ -170,8 +172,8 @@ class Judged(Episodes):
         super().__init__()
         self.judge = judge
 
-    async def play(self, prompt, index):
-        trajectory = await super().play(prompt, index)
+    async def run_episode(self, prompt, index):
+        trajectory = await super().run_episode(prompt, index)
         trajectory.steps[0].versions[:, 0] = 0
         self.judge(prompt.id, index, trajectory)
         return trajectory
@@ -315,7 +317,9 @@ async def play_all(loop) -> list:
     from megastep.rollout.data import Prompt
     from megastep.types import Group
 
-    return [Group(0, [await loop.stream.pool.play(Prompt(0, {}), index) for index in range(3)])]
+    return [
+        Group(0, [await loop.stream.pool.run_episode(Prompt(0, {}), index) for index in range(3)])
+    ]
 
 
 def evaluated(groups: list, loop, begun: list):
