@@ -1,16 +1,16 @@
 """The shape of a model, read from a Hugging Face `config.json`.
 
-A leaf: no torch, no transformers, so that a config can be checked against its model in milliseconds.
+No torch, no transformers: a config is checked against its model in milliseconds.
 
     family       attention                   feed-forward
     llama        optional biases everywhere  dense
     qwen2        bias on q, k, v             dense
     qwen3        norm on q and k             dense
-    qwen3_moe    norm on q and k             experts, some layers may be dense
-    mixtral                                  experts in every layer
+    qwen3_moe    norm on q and k             MoE, some layers may be dense
+    mixtral                                  MoE in every layer
 
-Deliberately left out, and refused by name: sliding windows that are shorter than the context, rope
-types that change with the length of the input, activations other than SiLU, shared experts.
+Not supported, each with its own error: sliding windows shorter than the context, rope types that
+depend on the input length, activations other than SiLU, shared experts.
 """
 
 import json
@@ -44,15 +44,15 @@ ROPE_NUMBERS = (
 )
 VOCAB_MULTIPLE = 128  # see padded_vocab
 
-# Several times what the largest models have. Beyond lie typing errors, and hours of laying out layers.
-MAX_BYTES = 4 << 20  # of config.json
+# Several times the largest models: larger values are typos and would take hours to lay out.
+MAX_CONFIG_BYTES = 4 << 20
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20
 MAX_HEADS = 4096
 MAX_VOCAB = 1 << 24
 MAX_POSITIONS = 1 << 28
 MAX_EXPERTS = 4096
-MAX_ALL_EXPERTS = 1 << 16
+MAX_TOTAL_EXPERTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Experts:
     count: int
     top_k: int
     hidden: int  # width of one expert
-    normalize_top_k: bool  # do the chosen experts' weights sum to one
-    layers: tuple[bool, ...]  # which layers have experts; the others are dense
+    normalize_top_k: bool  # the top-k routing weights sum to one
+    layers: tuple[bool, ...]  # which layers are MoE; the others are dense
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,19 @@ class Architecture:
     vocab: int
     max_positions: int
     norm_eps: float
-    tied: bool  # input embedding and output head are one tensor
+    tied: bool  # input embedding and output head share one tensor
     qkv_bias: bool
     all_bias: bool  # every linear layer has a bias (llama with attention_bias and mlp_bias)
     qk_norm: bool
     init_std: float
     experts: Experts | None
-    hf: dict = field(repr=False, compare=False)  # config.json as it was read
+    hf: dict[str, Any] = field(repr=False, compare=False)  # config.json
 
     @property
     def padded_vocab(self) -> int:
         """Rows of the embedding in Megatron.
 
-        The multiple does not depend on the layout, so a checkpoint has one shape under every
+        The multiple does not depend on the parallel layout: a checkpoint has one shape under every
         tensor-parallel size that divides it.
         """
         return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -117,23 +117,22 @@ def read_architecture(folder: str | Path) -> Architecture:
 def _read_json(path: Path) -> Any:
     try:
         with open(path, "rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ArchitectureError(
-                f"{path}: larger than {MAX_BYTES >> 20} MiB; a config.json is not"
-            )
-        return json.loads(content)
-    except ArchitectureError:
-        raise
+            content = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise ArchitectureError(f"{path}: cannot be read ({error.strerror})") from None
+    if len(content) > MAX_CONFIG_BYTES:
+        raise ArchitectureError(
+            f"{path}: larger than {MAX_CONFIG_BYTES >> 20} MiB; a config.json is not"
+        )
+    try:
+        return json.loads(content)
     except RecursionError:
         raise ArchitectureError(f"{path}: not readable as JSON (nested too deeply)") from None
-    except ValueError as error:  # of JSON, of its encoding, of a number with thousands of digits
+    except ValueError as error:  # syntax, encoding, or a number with thousands of digits
         raise ArchitectureError(f"{path}: not readable as JSON ({error})") from None
 
 
-def parse_architecture(hf: dict, where: str = "config.json") -> Architecture:
+def parse_architecture(hf: dict[str, Any], where: str = "config.json") -> Architecture:
     family = hf.get("model_type")
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -168,16 +167,18 @@ def parse_architecture(hf: dict, where: str = "config.json") -> Architecture:
 
 
 class _Entries:
-    """Typed reading of config.json: one line with file and key for what is not as it must be."""
+    """Typed access to config.json; errors name the file, the key and the value."""
 
-    def __init__(self, hf: dict, where: str, family: str):
-        self.hf, self.where, self.family = hf, where, family
+    def __init__(self, hf: dict[str, Any], where: str, family: str):
+        self.hf = hf
+        self.where = where
+        self.family = family
 
-    def wrong(self, key: str, right: str) -> ArchitectureError:
-        value = self.hf
+    def invalid(self, key: str, reason: str) -> ArchitectureError:
+        value: Any = self.hf
         for part in key.split("."):
             value = value.get(part)
-        return ArchitectureError(f"{self.where}: {key} = {_short(value)}: {right}")
+        return ArchitectureError(f"{self.where}: {key} = {_short(value)}: {reason}")
 
     def has(self, key: str) -> bool:
         return self.hf.get(key) is not None
@@ -187,25 +188,25 @@ class _Entries:
             raise ArchitectureError(f"{self.where}: {key} is missing, {self.family} needs it")
         value = self.hf[key]
         if type(value) is not int or not 1 <= value <= most:
-            raise self.wrong(key, f"must be a whole number from 1 to {most}")
+            raise self.invalid(key, f"must be a whole number from 1 to {most}")
         return value
 
     def number(self, key: str, default: float, above: float, most: float) -> float:
         value = self.hf[key] if self.has(key) else default
         if not _is_number(value) or not above < value <= most:
-            raise self.wrong(key, f"must be a number above {above:g}, at most {most:g}")
+            raise self.invalid(key, f"must be a number above {above:g}, at most {most:g}")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.hf[key] if self.has(key) else default
         if type(value) is not bool:
-            raise self.wrong(key, "must be true or false")
+            raise self.invalid(key, "must be true or false")
         return value
 
-    def section(self, key: str) -> dict:
+    def section(self, key: str) -> dict[str, Any]:
         value = self.hf[key] if self.has(key) else {}
         if not isinstance(value, dict):
-            raise self.wrong(key, "must be an object")
+            raise self.invalid(key, "must be an object")
         return value
 
 
@@ -214,55 +215,55 @@ def _is_number(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = (
-        ascii(value)
-        if not isinstance(value, int) or abs(value) < 1 << 64
-        else "a number beyond 64 bits"
-    )
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return "a number beyond 64 bits"
+    text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _kv_heads(entries: _Entries, heads: int) -> int:
-    kv_heads = (
-        entries.count("num_key_value_heads", MAX_HEADS)
-        if entries.has("num_key_value_heads")
-        else heads
-    )
+    if not entries.has("num_key_value_heads"):
+        return heads
+    kv_heads = entries.count("num_key_value_heads", MAX_HEADS)
     if heads % kv_heads:
-        raise entries.wrong("num_key_value_heads", f"does not divide num_attention_heads = {heads}")
+        raise entries.invalid(
+            "num_key_value_heads", f"does not divide num_attention_heads = {heads}"
+        )
     return kv_heads
 
 
 def _head_dim(entries: _Entries, hidden: int, heads: int) -> int:
     if entries.has("head_dim"):
+        key = "head_dim"
         head_dim = entries.count("head_dim", MAX_WIDTH)
     else:
+        key = "hidden_size"
         if hidden % heads:
-            raise entries.wrong(
-                "hidden_size", f"num_attention_heads = {heads} does not divide it; give head_dim"
+            raise entries.invalid(
+                key, f"num_attention_heads = {heads} does not divide it; give head_dim"
             )
         head_dim = hidden // heads
     if head_dim % 2:
-        key = "head_dim" if entries.has("head_dim") else "hidden_size"
-        raise entries.wrong(key, f"makes heads of {head_dim}; rotary embeddings need an even size")
+        raise entries.invalid(
+            key, f"makes heads of {head_dim}; rotary embeddings need an even size"
+        )
     return head_dim
 
 
 def _experts(entries: _Entries, layers: int) -> Experts | None:
     if entries.family not in ("mixtral", "qwen3_moe"):
         return None
-    # transformers 5 writes the second name
-    name = (
-        "num_experts"
-        if entries.family == "qwen3_moe" and entries.has("num_experts")
-        else "num_local_experts"
-    )
+    name = "num_local_experts"  # also Qwen3-MoE, as transformers 5 writes it
+    if entries.family == "qwen3_moe" and entries.has("num_experts"):
+        name = "num_experts"
     count = entries.count(name, MAX_EXPERTS)
-    if count * layers > MAX_ALL_EXPERTS:
-        raise entries.wrong(name, f"in {layers} layers: more than {MAX_ALL_EXPERTS} experts in all")
+    if count * layers > MAX_TOTAL_EXPERTS:
+        raise entries.invalid(
+            name, f"in {layers} layers: more than {MAX_TOTAL_EXPERTS} experts in all"
+        )
     top_k = entries.count("num_experts_per_tok", MAX_EXPERTS)
     if top_k > count:
-        raise entries.wrong("num_experts_per_tok", f"must not exceed {name} = {count}")
+        raise entries.invalid("num_experts_per_tok", f"must not exceed {name} = {count}")
     if entries.family == "mixtral":
         hidden = entries.count("intermediate_size", MAX_WIDTH)
         return Experts(count, top_k, hidden, normalize_top_k=True, layers=(True,) * layers)
@@ -278,74 +279,76 @@ def _experts(entries: _Entries, layers: int) -> Experts | None:
 def _expert_layers(entries: _Entries, layers: int) -> tuple[bool, ...]:
     dense = entries.hf.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
-        raise entries.wrong(
+        raise entries.invalid(
             "mlp_only_layers", f"must be a list of layers, each from 0 to {layers - 1}"
         )
-    every = (
-        entries.count("decoder_sparse_step", MAX_LAYERS)
-        if entries.has("decoder_sparse_step")
-        else 1
-    )
-    return tuple(i not in dense and (i + 1) % every == 0 for i in range(layers))
+    sparse_step = 1  # every so many layers one is MoE
+    if entries.has("decoder_sparse_step"):
+        sparse_step = entries.count("decoder_sparse_step", MAX_LAYERS)
+    return tuple(i not in dense and (i + 1) % sparse_step == 0 for i in range(layers))
 
 
-# ---------------------------------------------------------------- what is supported
+# ---------------------------------------------------------------- supported features
 
 
-def rope_type(hf: dict) -> str:
-    """transformers 5 writes `rope_parameters`, earlier versions `rope_scaling` beside `rope_theta`."""
+def rope_type(hf: dict[str, Any]) -> str:
+    """transformers 5 writes `rope_parameters`, earlier versions `rope_scaling` and `rope_theta`."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def _check_supported(entries: _Entries) -> None:
-    hf, where = entries.hf, entries.where
-    act = hf.get("hidden_act", "silu")
+    where = entries.where
+    act = entries.hf.get("hidden_act", "silu")
     if act != "silu":
         raise ArchitectureError(f"{where}: hidden_act={_short(act)} is not supported; silu is")
     _check_rope(entries)
-    attention_bias, mlp_bias = entries.flag("attention_bias"), entries.flag("mlp_bias")
+    attention_bias = entries.flag("attention_bias")
+    mlp_bias = entries.flag("mlp_bias")
     if attention_bias != mlp_bias:
         raise ArchitectureError(
             f"{where}: attention_bias={attention_bias} with mlp_bias={mlp_bias} is not supported; "
             "Megatron-Core has biases in both or in neither"
         )
-    slides = entries.flag(
-        "use_sliding_window", default=entries.family == "mixtral"
-    ) and entries.has("sliding_window")
-    if not slides:
+    _check_sliding_window(entries)
+
+
+def _check_sliding_window(entries: _Entries) -> None:
+    enabled = entries.flag("use_sliding_window", default=entries.family == "mixtral")
+    if not enabled or not entries.has("sliding_window"):
         return
-    window, positions = (
-        entries.count(key, MAX_POSITIONS) for key in ("sliding_window", "max_position_embeddings")
-    )
-    if window < positions:
+    window = entries.count("sliding_window", MAX_POSITIONS)
+    if window < entries.count("max_position_embeddings", MAX_POSITIONS):
         raise ArchitectureError(
-            f"{where}: sliding_window={window} is shorter than max_position_embeddings, which is not supported"
+            f"{entries.where}: sliding_window={window} is shorter than max_position_embeddings, "
+            "which is not supported"
         )
 
 
 def _check_rope(entries: _Entries) -> None:
     entries.number("rope_theta", 1e4, above=0.0, most=1e15)
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = entries.section(name)
-        if name == "rope_scaling" and entries.section("rope_parameters"):
-            continue  # the first counts
-        if not rope:
+    parameters = entries.section("rope_parameters")
+    scaling = entries.section("rope_scaling")
+    if parameters:  # takes precedence
+        _check_rope_section(entries, "rope_parameters", parameters)
+    elif scaling:
+        _check_rope_section(entries, "rope_scaling", scaling)
+
+
+def _check_rope_section(entries: _Entries, name: str, rope: dict[str, Any]) -> None:
+    kind = rope_type(entries.hf)
+    if kind not in ROPE_TYPES:
+        supported = ", ".join(ROPE_TYPES)
+        raise ArchitectureError(
+            f"{entries.where}: rope type {_short(kind)} is not supported; supported: {supported}"
+        )
+    for key, value in rope.items():
+        if key not in ROPE_NUMBERS or value is None:
             continue
-        kind = rope_type(entries.hf)
-        if kind not in ROPE_TYPES:
-            supported = ", ".join(ROPE_TYPES)
-            what = f"rope type {_short(kind)} is not supported; supported: {supported}"
-            raise ArchitectureError(f"{entries.where}: {what}")
-        for key, value in rope.items():
-            if (
-                key in ROPE_NUMBERS
-                and value is not None
-                and not (_is_number(value) and 0 < value <= 1e15)
-            ):
-                raise entries.wrong(f"{name}.{key}", "must be a number above 0")
-        for key in ROPE_NEEDS[kind]:
-            if rope.get(key) is None:
-                raise ArchitectureError(
-                    f"{entries.where}: {name}.{key} is missing, rope type {kind} needs it"
-                )
+        if not _is_number(value) or not 0 < value <= 1e15:
+            raise entries.invalid(f"{name}.{key}", "must be a number above 0")
+    for key in ROPE_NEEDS[kind]:
+        if rope.get(key) is None:
+            raise ArchitectureError(
+                f"{entries.where}: {name}.{key} is missing, rope type {kind} needs it"
+            )
