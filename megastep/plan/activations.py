@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megastep.config import ParallelConfig
-from megastep.models.architecture import Architecture, Experts
+from megastep.models.architecture import Architecture
+from megastep.models.family import Experts
 from megastep.policy.logprobs import CHUNK_ROWS
 
 

@@ -60,7 +60,7 @@ def suggest(
     too_large: set[int] = set()  # policy changes with which training does not fit
     for candidate in _candidates(config, gpu_gib):
         if candidate.policy in too_large:
-            continue  # whatever the engines
+            continue  # with any engines
         plan = planner.plan(candidate.change)
         if plan is None or not plan.training_fits:
             too_large.add(candidate.policy)

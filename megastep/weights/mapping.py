@@ -1,8 +1,8 @@
-"""Hugging Face tensors ↔ Megatron parameters, as tables.
+"""Hugging Face tensors ↔ Megatron parameters.
 
-A `Rule` names the HF tensors of one Megatron parameter. Its `Sharding` joins them into one logical
-tensor, which tensor parallelism splits evenly along a single axis. A rank's parameter is its shard
-of the logical tensor, flattened:
+A `Rule` (models/family.py) names the HF tensors of a Megatron parameter. Its `Sharding` joins them
+into one logical tensor, which tensor parallelism splits evenly along a single axis. A rank's
+parameter is its shard of the logical tensor, flattened:
 
     sharding         logical tensor                     split along   shard on each of n ranks
     Replicated       [..]                               –             [..]
@@ -12,7 +12,7 @@ of the logical tensor, flattened:
     GateUp           [2, F, H]   gate, then up          1             [2·F/n, H]
     QKV              [groups, q heads + k + v, D, H]    0             [groups/n · (q+2) · D, H]
 
-`param_mappings(arch)` expands a family's table for every layer and expert. Loading and export of a
+`param_mappings(arch)` expands a family's rules for every layer and expert. Loading and export of a
 live model (`megatron.py`), checkpoint conversion (`conversion/offline.py`) and weight sync use it.
 Invariants, held by the tests:
 
@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from megastep.errors import WeightsError
-from megastep.models.architecture import Architecture
+from megastep.models.architecture import FAMILIES, Architecture
+from megastep.models.family import Rule
 
 # ---------------------------------------------------------------- shardings
 
@@ -129,154 +130,16 @@ class QKV(Sharding):
         return local.unflatten(0, (-1, arch.heads // arch.kv_heads + 2, arch.head_dim))
 
 
-# ---------------------------------------------------------------- tables
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A Megatron parameter of every layer and expert, and its HF tensors.
-
-    `hf` pairs a tensor's name with its shape: H hidden, Q query width, K key width, D head,
-    F feed-forward width, X expert width, E experts, V vocabulary.
-    """
-
-    megatron: str
-    sharding: Sharding
-    hf: tuple[tuple[str, str], ...]
-    when: str = ""  # a flag of Architecture that must be set; "!flag": must not be
-    layers: str = "all"  # all | dense | moe
-
-
-_MEGATRON = "decoder.layers.{layer}."
-_ATTN = "model.layers.{layer}.self_attn."
-_MLP = "model.layers.{layer}.mlp."
-
-EMBEDDING = (
-    Rule(
-        "embedding.word_embeddings.weight", VocabParallel(), (("model.embed_tokens.weight", "V H"),)
-    ),
-    Rule("decoder.final_layernorm.weight", Replicated(), (("model.norm.weight", "H"),)),
-    Rule("output_layer.weight", VocabParallel(), (("lm_head.weight", "V H"),), when="!tied"),
-    # The last pipeline stage keeps a second copy of a tied embedding.
-    Rule(
-        "output_layer.weight", VocabParallel(), (("model.embed_tokens.weight", "V H"),), when="tied"
-    ),
-)
-ATTENTION = (
-    Rule(
-        _MEGATRON + "input_layernorm.weight",
-        Replicated(),
-        (("model.layers.{layer}.input_layernorm.weight", "H"),),
-    ),
-    Rule(
-        _MEGATRON + "self_attention.linear_qkv.weight",
-        QKV(),
-        (
-            (_ATTN + "q_proj.weight", "Q H"),
-            (_ATTN + "k_proj.weight", "K H"),
-            (_ATTN + "v_proj.weight", "K H"),
-        ),
-    ),
-    Rule(
-        _MEGATRON + "self_attention.linear_qkv.bias",
-        QKV(),
-        ((_ATTN + "q_proj.bias", "Q"), (_ATTN + "k_proj.bias", "K"), (_ATTN + "v_proj.bias", "K")),
-        when="qkv_bias",
-    ),
-    Rule(
-        _MEGATRON + "self_attention.q_layernorm.weight",
-        Replicated(),
-        ((_ATTN + "q_norm.weight", "D"),),
-        when="qk_norm",
-    ),
-    Rule(
-        _MEGATRON + "self_attention.k_layernorm.weight",
-        Replicated(),
-        ((_ATTN + "k_norm.weight", "D"),),
-        when="qk_norm",
-    ),
-    Rule(
-        _MEGATRON + "self_attention.linear_proj.weight",
-        RowParallel(),
-        ((_ATTN + "o_proj.weight", "H Q"),),
-    ),
-    Rule(
-        _MEGATRON + "self_attention.linear_proj.bias",
-        Replicated(),
-        ((_ATTN + "o_proj.bias", "H"),),
-        when="all_bias",
-    ),
-    Rule(
-        _MEGATRON + "pre_mlp_layernorm.weight",
-        Replicated(),
-        (("model.layers.{layer}.post_attention_layernorm.weight", "H"),),
-    ),
-)
-DENSE = (
-    Rule(
-        _MEGATRON + "mlp.linear_fc1.weight",
-        GateUp(),
-        ((_MLP + "gate_proj.weight", "F H"), (_MLP + "up_proj.weight", "F H")),
-        layers="dense",
-    ),
-    Rule(
-        _MEGATRON + "mlp.linear_fc1.bias",
-        GateUp(),
-        ((_MLP + "gate_proj.bias", "F"), (_MLP + "up_proj.bias", "F")),
-        layers="dense",
-        when="all_bias",
-    ),
-    Rule(
-        _MEGATRON + "mlp.linear_fc2.weight",
-        RowParallel(),
-        ((_MLP + "down_proj.weight", "H F"),),
-        layers="dense",
-    ),
-    Rule(
-        _MEGATRON + "mlp.linear_fc2.bias",
-        Replicated(),
-        ((_MLP + "down_proj.bias", "H"),),
-        layers="dense",
-        when="all_bias",
-    ),
-)
-
-
-def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Router and experts; `block`, `gate`, `up`, `down` are the family's HF names."""
-    hf_block = f"model.layers.{{layer}}.{block}."
-    hf_expert = hf_block + "experts.{expert}."
-    megatron_expert = _MEGATRON + "mlp.experts.local_experts.{expert}."
-    return (
-        Rule(
-            _MEGATRON + "mlp.router.weight",
-            Replicated(),
-            ((hf_block + "gate.weight", "E H"),),
-            layers="moe",
-        ),
-        Rule(
-            megatron_expert + "linear_fc1.weight",
-            GateUp(),
-            ((f"{hf_expert}{gate}.weight", "X H"), (f"{hf_expert}{up}.weight", "X H")),
-            layers="moe",
-        ),
-        Rule(
-            megatron_expert + "linear_fc2.weight",
-            RowParallel(),
-            ((f"{hf_expert}{down}.weight", "H X"),),
-            layers="moe",
-        ),
-    )
-
-
-DENSE_MODEL = EMBEDDING + ATTENTION + DENSE
-TABLES: dict[str, tuple[Rule, ...]] = {
-    "llama": DENSE_MODEL,
-    "qwen2": DENSE_MODEL,
-    "qwen3": DENSE_MODEL,
-    "qwen3_moe": DENSE_MODEL + experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    "mixtral": EMBEDDING + ATTENTION + experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+SHARDINGS: dict[str, Sharding] = {
+    "replicated": Replicated(),
+    "row_parallel": RowParallel(),
+    "vocab_parallel": VocabParallel(),
+    "gate_up": GateUp(),
+    "qkv": QKV(),
 }
+
+
+# ---------------------------------------------------------------- parameters of a model
 
 
 @dataclass(frozen=True)
@@ -293,7 +156,7 @@ class ParamMapping:
 def param_mappings(arch: Architecture) -> dict[str, ParamMapping]:
     """Every parameter of the model by its Megatron name, in order of depth."""
     mappings: dict[str, ParamMapping] = {}
-    rules = [rule for rule in TABLES[arch.family] if _applies(rule, arch)]
+    rules = [rule for rule in FAMILIES[arch.family].rules if _applies(rule, arch)]
     for rule in rules:
         if "{layer}" not in rule.megatron:
             _add(mappings, rule, arch)
@@ -331,7 +194,7 @@ def _add(
     name = rule.megatron.format(layer=layer, expert=expert)
     mappings[name] = ParamMapping(
         megatron=name,
-        sharding=rule.sharding,
+        sharding=SHARDINGS[rule.sharding],
         hf=tuple(hf),
         is_expert=expert is not None,
         is_copy=rule.when == "tied",

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from megastep.config import Config
 from megastep.errors import WeightsError
-from megastep.models.architecture import read_architecture
+from megastep.models.architecture import FAMILIES, read_architecture
 from megastep.trainer.rundir import check_weights_fit
 from megastep.weights.hf_files import HFReader, check_empty, written_atomically
-from megastep.weights.mapping import TABLES, from_megatron, param_mappings, to_megatron
+from megastep.weights.mapping import SHARDINGS, from_megatron, param_mappings, to_megatron
 from tests import cases
 from tests.models import MODELS
 
@@ -41,10 +41,11 @@ def test_shards_join_to_the_original_tensors(name, num_shards, models):
             assert torch.equal(tensor, reader(hf)), hf
 
 
-def test_every_family_has_a_table():
-    from megastep.models.architecture import FAMILIES
-
-    assert set(TABLES) == set(FAMILIES)
+def test_every_family_has_a_model_and_rules_with_known_shardings():
+    assert {family for family, _ in MODELS.values()} == set(FAMILIES)
+    for family in FAMILIES.values():
+        assert family.rules
+        assert {rule.sharding for rule in family.rules} <= set(SHARDINGS)
 
 
 @pytest.fixture
