@@ -57,13 +57,13 @@ def suggest(
         1.0    policy.recompute=[full]            fits: the result
     """
     planner = _Planner(config, gpu_gib, trajectory_tokens)
-    too_large: set[int] = set()  # policy changes with which training does not fit
+    rejected: set[int] = set()  # policy changes: invalid, or training does not fit
     for candidate in _candidates(config, gpu_gib):
-        if candidate.policy in too_large:
+        if candidate.policy in rejected:
             continue  # with any engines
         plan = planner.plan(candidate.change)
         if plan is None or not plan.training_fits:
-            too_large.add(candidate.policy)
+            rejected.add(candidate.policy)
         elif not plan.problems():
             return candidate.change, plan
     return None
