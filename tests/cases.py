@@ -381,12 +381,12 @@ def bucket_sizes(folder, settings: dict) -> list[int]:
     """Bytes of the buckets in which weights would go through shared memory."""
     from types import SimpleNamespace
 
-    from megastep.sync.sender import Sender, ShmRoute
+    from megastep.sync.sender import Sender, ShmTransport
 
     worker = make_worker(folder, {}, settings)
     sender = Sender(worker.chunks, worker.arch, worker.config, "shm")
     nobody = SimpleNamespace(init_weight_transfer_engine=lambda info: None)
-    return [bucket.nbytes for bucket in ShmRoute(sender, nobody).buckets]
+    return [bucket.nbytes for bucket in ShmTransport(sender, nobody).buckets]
 
 
 # ---------------------------------------------------------------- logprobs, replay, trouble

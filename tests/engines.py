@@ -88,11 +88,11 @@ def shake(rank, seed: int) -> None:
     """Multiply every parameter by a random factor near 1, equal on ranks that share it."""
     import torch
 
-    from megastep.weights.megatron import named_rows
+    from megastep.weights.megatron import mapped_params
 
     with torch.no_grad():
-        for row, param in named_rows(rank.worker.chunks, rank.worker.arch):
-            generator = torch.Generator().manual_seed(seed + sum(map(ord, row.megatron)))
+        for mapping, param in mapped_params(rank.worker.chunks, rank.worker.arch):
+            generator = torch.Generator().manual_seed(seed + sum(map(ord, mapping.megatron)))
             param.mul_(1 + 0.5 * torch.rand((), generator=generator))
     rank.worker.step += 1
 
@@ -102,16 +102,16 @@ def export(rank, folder) -> None:
 
 
 def corrupt_next_sync(rank) -> None:
-    """Rank 0 changes one number after the checksum is computed."""
+    """Rank 0 writes one wrong number, after it has taken the checksum."""
     from megastep.distributed import parallel
 
-    route = rank.sender._route
-    fill = route._fill
+    transport = rank.sender._transport
+    fill = transport._fill
 
     def fill_badly(bucket, start, sums):
         fill(bucket, start, sums)
         if parallel.place().rank == 0:
-            route.memory[start + 1000] += 1
+            transport.memory[start + 1000] += 1
 
-    route._fill = fill_badly
-    rank.restore = lambda: setattr(route, "_fill", fill)
+    transport._fill = fill_badly
+    rank.restore = lambda: setattr(transport, "_fill", fill)

@@ -58,7 +58,7 @@ from megastep.policy import attention, batch, model, worker
 from megastep.samples import lay_out, make_samples
 from megastep.types import Group, LossTable, MicroBatch, Step, Trajectory, Trie
 from megastep.weights.megatron import load_hf
-from megastep.weights.random_init import FreshWeights
+from megastep.weights.random_init import RandomWeights
 
 # prompts; turns, samples; tokens of prompt, thinking, answer, observation
 WORKLOADS = {
@@ -430,7 +430,7 @@ def bare_megatron(policy, tokens: torch.Tensor):
         chunks = model.build_model(policy.arch, policy.config.policy)
     finally:
         model.TrieAttention, model.PolicyModel = own, policy_model
-    load_hf(chunks, policy.arch, FreshWeights(policy.arch, seed=0))
+    load_hf(chunks, policy.arch, RandomWeights(policy.arch, seed=0))
     chunks = model.wrap_for_training(chunks, "fp32")
     chunks[0].module.config.finalize_model_grads_func = worker._finalize_sums
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)

@@ -44,7 +44,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def build_model(arch: Architecture, policy: PolicyConfig) -> "list[PolicyModel]":
     """This rank's part of the model, one PolicyModel per virtual pipeline stage. Its weights hold nothing yet:
-    `live.load_hf` fills every one.
+    `weights.megatron.load_hf` fills every one.
 
     Under `with torch.device("meta")` nothing is allocated, beside a GPU neither: Megatron names a device for each of
     Transformer Engine's layers, so these are not used then.

@@ -37,9 +37,9 @@ from megastep.policy.loss import MAXIMA, SUMS, Account, means, policy_loss, rows
 from megastep.policy.model import build_model, wrap_for_training
 from megastep.policy.optimizer import build_optimizer
 from megastep.types import PADDING, MicroBatch
-from megastep.weights.hf_files import HFReader, copy_companions, write_shards, written_beside
+from megastep.weights.hf_files import HFReader, copy_companions, write_shards, written_atomically
 from megastep.weights.megatron import export_hf, global_name, load_hf
-from megastep.weights.random_init import FreshWeights
+from megastep.weights.random_init import RandomWeights
 
 
 @dataclass
@@ -62,7 +62,7 @@ class PolicyWorker:
         chunks = build_model(self.arch, policy)
         in_files = config.model.init == "hf"
         weights = (
-            HFReader(config.model.path) if in_files else FreshWeights(self.arch, config.train.seed)
+            HFReader(config.model.path) if in_files else RandomWeights(self.arch, config.train.seed)
         )
         load_hf(chunks, self.arch, weights)
         self.replays = [routing_replay.attach(chunk) for chunk in chunks]
@@ -342,7 +342,7 @@ class PolicyWorker:
             for _ in self.hf_tensors():
                 pass
         else:
-            with written_beside(destination) as folder:
+            with written_atomically(destination) as folder:
                 copy_companions(self.config.model.path, folder)
                 write_shards(folder, self.hf_tensors(), shard_bytes)
         dist.barrier()

@@ -7,8 +7,8 @@ import torch
 
 from megastep.config import Config
 from megastep.models.architecture import read_architecture
+from megastep.plan.model_states import model_states
 from megastep.plan.planning import stage_memory
-from megastep.plan.shares import shares
 
 TOKENS = 8192
 BIG = dict(
@@ -35,8 +35,8 @@ def test_x8_the_plan_is_what_a_gpu_holds(model, shape, recompute, models):
     config.policy.precision, config.policy.recompute = "bf16", recompute
     config.train.micro_batch_tokens = TOKENS
     arch = read_architecture(folder)
-    (share,) = shares(config, arch)
-    stage = stage_memory(config, arch, 0, share, micro_batches=1)
+    (states,) = model_states(config, arch)
+    stage = stage_memory(config, arch, 0, states, micro_batches=1)
     ranks.current = (0, 1, "127.0.0.1:29534")
     settings = {"policy.precision": "bf16", "policy.recompute": recompute}
     try:
@@ -49,7 +49,9 @@ def test_x8_the_plan_is_what_a_gpu_holds(model, shape, recompute, models):
         activations = torch.cuda.max_memory_allocated() - before
     finally:
         parallel.stop()
-    assert held == dict(weights=share.weights, gradients=share.gradients, optimizer=share.optimizer)
+    assert held == dict(
+        weights=states.weights, gradients=states.gradients, optimizer=states.optimizer
+    )
     assert activations == pytest.approx(stage.activations, rel=0.15), stage
 
 
