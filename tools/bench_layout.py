@@ -200,9 +200,9 @@ def all_rows_forward(self, batch):
     )
     labels = torch.zeros_like(batch.tokens[0])
     rows = batch.rows
-    labels[rows.src[rows.of_row]] = rows.target  # unbranched: one target per source
+    labels[rows.src[rows.source]] = rows.target  # unbranched: one target per source
     losses, entropies = all_rows_head(self, hidden, labels)
-    of_table = rows.src[rows.of_row][rows.to_table]
+    of_table = rows.src[rows.source][rows.to_table]
     return torch.stack([-losses[of_table], entropies[of_table]])
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megastep.distributed import parallel
 from megastep.policy import context
-from megastep.policy.attention import TrieParams, packed, trie_params
-from megastep.policy.logprobs import HeadRows, head_rows
+from megastep.policy.attention import TrieParams, packed_params, trie_params
+from megastep.policy.logprobs import LogitRows, logit_rows
 from megastep.types import FREE, MicroBatch, Trie
 
 ROPE_STEP = 1024  # rotary tables are made for multiples of this, and cached
@@ -26,7 +26,7 @@ class PolicyBatch:
     )
     rope_tokens: int  # more than any position
     attention: TrieParams
-    rows: HeadRows | None  # of the stage that has the head
+    rows: LogitRows | None  # of the stage that has the head
     table_rows: (
         Tensor | None
     )  # with context parallelism: where this rank's rows are in the loss table
@@ -53,7 +53,7 @@ def prepare(
         own = _own_tokens(trie)
         tokens, position = context.taken(tokens, own.take, padding=0), own.position
         padding = context.taken(padding, own.take, padding=True)
-        attention = packed(own.starts, device, own.padded_starts)
+        attention = packed_params(own.starts, device, own.padded_starts)
         rows, at = context.rows_here(loss.src, own.take)
         loss = loss.take(rows)
         loss.src, table_rows = at, torch.from_numpy(rows).to(device)
@@ -63,7 +63,7 @@ def prepare(
         position=torch.from_numpy(position).to(device, torch.int64),
         rope_tokens=(int(position.max()) // ROPE_STEP + 1) * ROPE_STEP,
         attention=attention,
-        rows=head_rows(loss, kept_rows, device) if has_head else None,
+        rows=logit_rows(loss, kept_rows, device) if has_head else None,
         table_rows=table_rows,
         table_size=len(trie.loss),
         temperature=temperature,

@@ -33,7 +33,7 @@ from megastep.errors import TrainingError
 from megastep.models.architecture import read_architecture
 from megastep.policy import routing_replay
 from megastep.policy.batch import own_routing, prepare
-from megastep.policy.loss import MAXIMA, SUMS, Account, means, policy_loss, rows_on
+from megastep.policy.loss import MAXIMA, SUMS, LossMetrics, loss_rows, means, policy_loss
 from megastep.policy.model import build_model, wrap_for_training
 from megastep.policy.optimizer import build_optimizer
 from megastep.types import PADDING, MicroBatch
@@ -204,8 +204,8 @@ class PolicyWorker:
             mine = slice(layers[0].layer, layers[-1].layer + 1)
             routing_replay.give(layers, own_routing(micro_batch, mine), mine.start)
 
-    def _loss(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Account]:
-        rows = rows_on(micro_batch.trie.loss, parallel.device())
+    def _loss(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossMetrics]:
+        rows = loss_rows(micro_batch.trie.loss, parallel.device())
         loss, account = policy_loss(self.loss, *output, rows)
         return loss, torch.tensor(1, dtype=torch.int, device=loss.device), account
 
@@ -230,7 +230,9 @@ class PolicyWorker:
             )
         return {"routing_replay/agreement": same / recorded}
 
-    def _not_finite(self, micro_batches: list[MicroBatch], accounts: list[Account]) -> str | None:
+    def _not_finite(
+        self, micro_batches: list[MicroBatch], accounts: list[LossMetrics]
+    ) -> str | None:
         """What keeps the step from being applied, the same text on every rank; None: nothing."""
         self.optimizer.prepare_grads()
         norm = self.optimizer.get_grad_norm()
@@ -353,7 +355,7 @@ def _finalize_sums(model, num_tokens=None, **kwargs) -> None:
     finalize_model_grads(model, None, **kwargs)
 
 
-def _metrics(accounts: list[Account]) -> dict[str, float]:
+def _metrics(accounts: list[LossMetrics]) -> dict[str, float]:
     """Of the whole mini-batch, on every rank."""
     place = parallel.place()
     counts = (
@@ -382,11 +384,11 @@ def _some_of(names: list[str]) -> str:
     return "; ".join(names[:5]) + more
 
 
-def _bad_rows(micro_batches: list[MicroBatch], accounts: list[Account]) -> list[str]:
+def _bad_rows(micro_batches: list[MicroBatch], accounts: list[LossMetrics]) -> list[str]:
     """The steps whose loss is not a finite number."""
     found = []
     for micro_batch, account in zip(micro_batches, accounts):
-        bad = account.bad.cpu().numpy()
+        bad = account.nonfinite.cpu().numpy()
         if bad.any():
             table = micro_batch.trie.loss.take(bad)
             found += [
