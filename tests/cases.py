@@ -425,7 +425,7 @@ def logprobs_of(
 def old_logprobs(folder, layout: dict, groups, budget: int) -> dict:
     worker = make_worker(folder, layout)
     batches = batches_of(worker, groups, budget)
-    worker.remember_old(batches)
+    worker.compute_old_logprobs(batches)
     with_head = [b for b in batches if b.trie.loss.old_logprob is not None]
     return by_step(with_head, [b.trie.loss.old_logprob for b in with_head])
 
@@ -436,11 +436,11 @@ def reference_after_updates(folder, layout: dict, groups) -> list[dict]:
     )
     batches = batches_of(worker, groups)
     before = by_step(batches, worker.logprobs(batches))
-    worker.remember_reference(batches)
+    worker.compute_reference_logprobs(batches)
     for _ in range(2):
         worker.update(batches)
     after = by_step(batches, worker.logprobs(batches))
-    worker.remember_reference(batches)
+    worker.compute_reference_logprobs(batches)
     reference = by_step(batches, [b.trie.loss.ref_logprob for b in batches])
     return [before, after, reference, by_step(batches, worker.logprobs(batches))]
 
@@ -588,7 +588,7 @@ def resumed_reference(folder, layout: dict, root, groups) -> tuple[dict, dict]:
     run = Run(root, root / "checkpoints" / "step_2", LoopState(2))
     load_policy(run, Learner(worker.config, LocalPolicy(worker)))
     batches = batches_of(worker, groups)
-    worker.remember_reference(batches)
+    worker.compute_reference_logprobs(batches)
     with_head = [b for b in batches if b.trie.loss.ref_logprob is not None]
     return by_step(with_head, [b.trie.loss.ref_logprob for b in with_head]), by_step(
         batches, worker.logprobs(batches)

@@ -488,10 +488,10 @@ def overhead(policy, runs: int) -> float:
         batches, _ = lay_out(make_samples(groups, "grpo", "token"), 1, BUDGET)
         for chunk in policy.chunks:
             chunk.zero_grad_buffer()
-        accounts = policy._run(batches[0], policy._loss)
-        worker._metrics(accounts)
+        loss_metrics = policy._run(batches[0], policy._loss)
+        worker._reduce_metrics(loss_metrics)
         policy._agreement()
-        assert policy._not_finite(batches[0], accounts) is None
+        assert policy._find_nonfinite(batches[0], loss_metrics) is None
 
     # Ours does not compute the last token, which predicts nothing: 512 tokens a sequence for both.
     bare = bare_megatron(policy, torch.from_numpy(tokens[:, :512].astype(np.int64)))

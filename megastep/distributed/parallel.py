@@ -148,7 +148,7 @@ def place() -> Place:
     )
 
 
-def own_stretch(column: np.ndarray) -> np.ndarray:
+def sequence_shard(column: np.ndarray) -> np.ndarray:
     """Of a column of tokens, those that this rank has between attention and experts: sequence parallelism."""
     where = place()
     tokens = len(column) // where.tensor_size
