@@ -54,7 +54,7 @@ def make_worker(folder, layout: dict, settings: dict | None = None) -> PolicyWor
 
 
 def next_token_batches(worker: PolicyWorker):
-    """This rank's micro-batches of some_tokens; all but the first tokens train, weighted equally."""
+    """This rank's micro-batches of some_tokens; all but the first tokens train, weighed equally."""
     tokens = some_tokens().numpy().astype(np.int32)
     weight = 1 / tokens[:, 1:].size
     samples = [

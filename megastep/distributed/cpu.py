@@ -100,7 +100,7 @@ def _patch_moe() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
-    # moe_utils.py:1093 converts only tensors from a GPU to numpy; the all-to-all needs numpy splits.
+    # moe_utils.py:1093 converts only GPU tensors to numpy; the all-to-all needs numpy splits.
     def to_host(tensor, as_numpy=False, record_stream=False):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
