@@ -380,8 +380,8 @@ def bucket_sizes(folder, settings: dict) -> list[int]:
 
     worker = make_worker(folder, {}, settings)
     sender = Sender(worker.chunks, worker.arch, worker.config, "shm")
-    nobody = SimpleNamespace(init_weight_transfer_engine=lambda info: None)
-    return [bucket.nbytes for bucket in ShmRoute(sender, nobody).buckets]
+    engines = SimpleNamespace(init_weight_transfer_engine=lambda info: None)
+    return [bucket.nbytes for bucket in ShmRoute(sender, engines).buckets]
 
 
 # ---------------------------------------------------------------- logprobs, routing, failures
@@ -683,7 +683,7 @@ def memory_of_update(
 ) -> dict[str, int]:
     """Resident bytes of this rank, and the peak that one pass over the micro-batches adds."""
     worker, batches = worker_and_batches(folder, layout, settings, tokens, micro_batches)
-    worker.update(batches)  # allocates whatever stays
+    worker.update(batches)  # allocates the resident tensors
     # The lowest of three: on a busy machine gloo's threads free their buffers late, which adds up
     # to a third.
     passes = [_peak_allocated(lambda: worker._run(batches, worker._loss)) for _ in range(3)]

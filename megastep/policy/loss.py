@@ -102,11 +102,11 @@ class RowTerms:
     term: Tensor
     entropy: Tensor
     ratio: Tensor
-    clipped: Tensor  # bool: the ratio is outside of the clip bounds
+    clipped: Tensor  # bool: clipping changed the term
     kl: Tensor
     kl_clamped: Tensor  # bool: the KL estimate is at KL_MAX
     importance_weight: Tensor
-    unclipped: Tensor  # bool: importance sampling neither truncated nor masked the term
+    importance_kept: Tensor  # bool: importance sampling neither truncated nor masked the term
     compared: Tensor  # bool: real rows with a rollout logprob
     logprob_difference: Tensor  # trainer - rollout; 0 where not compared
 
@@ -141,7 +141,7 @@ def policy_loss(
     ratio = log_ratio.exp()
     term, clipped = TERMS[config.type](config, ratio, rows.advantage, logprob)
     log_importance_ratio = torch.where(recorded, old - rows.rollout_logprob, 0.0)
-    importance_weight, unclipped = _importance_weight(config, log_importance_ratio, rows)
+    importance_weight, importance_kept = _importance_weight(config, log_importance_ratio, rows)
     # A masked row adds 0 even if its term is not finite.
     term = torch.where(importance_weight == 0, 0.0, term * importance_weight)
     kl = torch.zeros_like(current)
@@ -164,7 +164,7 @@ def policy_loss(
             kl=kl,
             kl_clamped=kl_clamped,
             importance_weight=importance_weight,
-            unclipped=unclipped,
+            importance_kept=importance_kept,
             compared=compared,
             logprob_difference=difference,
         )
@@ -280,7 +280,7 @@ def _loss_metrics(loss: Tensor, terms: RowTerms, rows: LossRows) -> LossMetrics:
         "kl_clamped": total(terms.kl_clamped),
         "advantage_abs": total(rows.advantage.abs()),
         "importance": total(terms.importance_weight),
-        "importance_clipped": total(~terms.unclipped),
+        "importance_clipped": total(~terms.importance_kept),
         "mismatch_rows": total(real, terms.compared),
         "mismatch_kl": total(difference.double().expm1() - difference, terms.compared),
         "mismatch_abs": total(difference.abs(), terms.compared),
