@@ -245,7 +245,7 @@ class Metrics:
             "clipped": "clip_fraction",
             "kl": "kl_reference",
             "importance": "importance_mean",
-            "cut": "importance_cut_fraction",
+            "cut": "importance_clipped_fraction",
             "size": "advantage_abs_mean",
         }
         return {f"train/{name}": float(np.mean(rows[column])) for column, name in names.items()} | {
