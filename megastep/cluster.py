@@ -1,18 +1,17 @@
-"""Ray: one placement group for the policy's ranks and the engines, and everything that runs in it.
+"""Ray: one placement group for the policy's ranks and the engines.
 
     with Cluster(config) as cluster:
-        cluster.sync()                                  # the policy's weights into every engine
-        await cluster.engines.generate(...)             # see rollout/generation.py
-        updates = cluster.policy.scatter("update", micro_batches)
+        cluster.sync()                          # weight sync: policy → every engine
+        await cluster.engines.generate(...)     # rollout/generation.py
+        cluster.policy.learn(micro_batches)     # policy/actor.py
 
-    apart       bundles of 1 GPU for each rank, then bundles of `engine.tensor_parallel` GPUs for each engine
-    colocated   bundles of 1 GPU for each rank; engine e lives on those of ranks e·tensor ... e·tensor + tensor - 1
+    disaggregated   a bundle of 1 GPU per rank, then one of `engine.tensor_parallel` GPUs per engine
+    colocated       a bundle of 1 GPU per rank; engine e uses the GPUs of `engine.tensor_parallel`
+                    consecutive ranks, from rank e × tensor_parallel
 
-Without GPUs in the cluster the bundles hold CPUs, as Ray counts them. Ranks are numbered node by node and GPU by GPU,
-so that tensor parallelism stays inside a node.
-
-The block ends with everything gone: actors, placement group, and the Ray that was started for it. What is not ours
-is never touched; a cluster that was there before stays.
+Without GPUs the bundles hold CPUs. Ranks are numbered node by node and GPU by GPU, so that tensor
+parallelism stays inside a node. At the end of the block the actors, the placement group and a local
+Ray are gone; a Ray cluster that existed before stays.
 """
 
 import os
@@ -22,7 +21,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +29,29 @@ import psutil
 import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
-from ray._raylet import AuthenticationTokenLoader
-from ray._raylet import Config as RayConfig
-from ray.exceptions import RayTaskError
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megastep import signals
 from megastep.config import GPU_BACKENDS, Config, address_problem
 from megastep.console import waiting
-from megastep.distributed.ports import free_port
-from megastep.distributed.processes import forks_end_with_us, send_output_to
-from megastep.errors import CheckpointError, ClusterError, TrainingError
+from megastep.errors import ClusterError
+from megastep.policy.actor import Policy, PolicyRank
 from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
 
 RAY_STARTS = 3
 LOOPBACK = "127.0.0.1"
-_DEATH_KNOWN_S = (
-    30  # Ray asks a silent node five times, every three seconds, before it calls it dead
-)
+# vLLM schedules the calls; those that it does not run yet wait in its queue.
+ENGINE_CONCURRENCY = 100_000
 
 
 class Cluster:
-    """`with_policy=False`: engines alone, with the weights of `model.path`, for evaluation and rollouts;
-    `with_engines=False`: the policy alone, to train on what was played before."""
+    """with_policy=False: engines with the weights of `model.path`, for evaluation and rollouts.
+    with_engines=False: the policy, to train on saved rollouts.
+    """
 
     def __init__(
         self,
@@ -64,12 +61,14 @@ class Cluster:
         with_engines: bool = True,
         log: Path | None = None,
     ):
-        self.config, self.log = config, str(log.resolve()) if log else None
-        self.with_policy, self.with_engines = with_policy, with_engines
-        self.policy: Policy | None = None
-        self.engines: Fleet | None = None
-        self._exits = ExitStack()  # what undoes each thing that was begun, the last first
-        self._syncing = threading.Lock()  # the policy sends to one set of engines at a time
+        self.config = config
+        self.log = str(log.resolve()) if log else None
+        self.with_policy = with_policy
+        self.with_engines = with_engines
+        self._policy: Policy | None = None
+        self._engines: Fleet | None = None
+        self._exits = ExitStack()
+        self._syncing = threading.Lock()  # one weight sync at a time
 
     def __enter__(self) -> "Cluster":
         try:
@@ -85,19 +84,31 @@ class Cluster:
     def __exit__(self, *_) -> None:
         self._exits.close()
 
+    @property
+    def policy(self) -> Policy:
+        assert self._policy is not None, "this cluster has no policy"
+        return self._policy
+
+    @property
+    def engines(self) -> Fleet:
+        assert self._engines is not None, "this cluster has no engines"
+        return self._engines
+
     # ------------------------------------------------------------ weights
 
     def to_policy(self) -> None:
-        """Where engines and ranks share their places: the memory of both is the policy's until the next push."""
+        """Colocated: engines release their GPU memory to the policy until the next weight sync."""
         self.engines.sleep()
         if self.config.cluster.colocate:
-            self.policy.call("wake")
+            self.policy.onload()
 
     def sync(self) -> int:
-        """Push the policy's weights to every engine; returns their version. Calls in flight are frozen meanwhile, or
-        have ended before (async.finish_calls)."""
+        """Weight sync to every engine; returns the weight version.
+
+        Calls in flight are paused, or finish first (async.finish_calls).
+        """
         with self._syncing:
-            self._rest()
+            self._offload_policy()
             self.engines.pause(self.config.asynchronous.finish_calls)
             self.engines.wake("weights")
             version = self.policy.sync_weights(self.engines.serving())
@@ -105,12 +116,12 @@ class Cluster:
             self.engines.resume()
         return version
 
-    def _rest(self) -> None:
+    def _offload_policy(self) -> None:
         if self.config.cluster.colocate:
-            self.policy.call("rest")
+            self.policy.offload()
 
-    def _refresh(self, handle: Any, serve: Callable[[], None]) -> None:
-        """The same for one engine that does not serve yet, and does before the next push."""
+    def _sync_one(self, handle: Any, serve: Callable[[], None]) -> None:
+        """Weight sync to one restarted engine, which serves before the next sync."""
         with self._syncing:
             self.policy.sync_weights([handle])
             serve()
@@ -120,20 +131,20 @@ class Cluster:
     def _connect(self) -> None:
         settings = self.config.cluster
         address = settings.address or os.environ.get("RAY_ADDRESS")
-        quiet = dict(log_to_driver=False, logging_level="ERROR")
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         signals.has_started()
         if address:
             check_address(address)
             self._exits.callback(ray.shutdown)
-            with signals.postponed(), signals_left_alone():
+            with signals.postponed(), signals_preserved():
                 ray.init(address=address, **quiet)
             return
-        # Ray's sockets live below this folder, and their paths must be short. Ray lets everybody write to its own.
+        # Socket paths in this folder must be short. Ray's default folder is world-writable.
         folder = tempfile.mkdtemp(prefix="megastep-", dir="/tmp")
         self._exits.callback(shutil.rmtree, folder, ignore_errors=True)
-        self._exits.enter_context(on_this_machine_alone(folder))
+        self._exits.enter_context(loopback_only(folder))
         self._exits.callback(ray.shutdown)
-        with signals.postponed(), signals_left_alone():
+        with signals.postponed(), signals_preserved():
             start_ray(
                 num_cpus=len(os.sched_getaffinity(0)),
                 object_store_memory=settings.object_store_mb << 20,
@@ -155,8 +166,9 @@ class Cluster:
         timeout = self.config.cluster.timeout_s
         if not self._group.wait(timeout):
             raise ClusterError(
-                f"the cluster is busy: {_add_up(bundles)} asked for, of {_add_up([ray.cluster_resources()])} only "
-                f"{_add_up([ray.available_resources()])} free after cluster.timeout_s = {timeout}"
+                f"the cluster is busy: {_add_up(bundles)} asked for, of "
+                f"{_add_up([ray.cluster_resources()])} only {_add_up([ray.available_resources()])} "
+                f"free after cluster.timeout_s = {timeout}"
             )
         if self.with_policy and self.with_engines and self._backend == "shm":
             check_one_machine(
@@ -172,20 +184,20 @@ class Cluster:
         return self.config.sync.backend_for(self.has_gpu, self.config.cluster.colocate)
 
     def _bundles(self) -> list[dict[str, float]]:
-        """Those of the ranks first."""
-        engine, cpus = self.config.engine, self.config.cluster.cpus_per_process
-        ranks = self.config.policy.ranks if self.with_policy else 0
-        own_places = not (self.with_policy and self.config.cluster.colocate)
+        """Bundles of the ranks, then of the engines."""
+        engine = self.config.engine
+        cpus = self.config.cluster.cpus_per_process
+        colocated = self.with_policy and self.config.cluster.colocate
 
         def bundle(gpus: int, processes: int) -> dict[str, float]:
             return {"CPU": cpus * processes} | ({"GPU": gpus} if self.has_gpu else {})
 
-        of_ranks = [bundle(1, 1 if own_places else 2)] * ranks
-        return of_ranks + (
-            [bundle(engine.tensor_parallel, 1)] * engine.num_engines
-            if own_places and self.with_engines
-            else []
-        )
+        bundles = []
+        if self.with_policy:
+            bundles += [bundle(1, 2 if colocated else 1)] * self.config.policy.ranks
+        if self.with_engines and not colocated:
+            bundles += [bundle(engine.tensor_parallel, 1)] * engine.num_engines
+        return bundles
 
     # ------------------------------------------------------------ processes
 
@@ -197,16 +209,16 @@ class Cluster:
                 for rank in range(config.policy.ranks)
             ]
             self._exits.callback(_kill, actors)
-            self.policy = Policy(actors)
+            self._policy = Policy(actors)
         if self.with_engines:
-            refresh = self._refresh if self.with_policy else None
-            self.engines = Fleet(self._spawn_engine, config.engine, refresh, self.log)
-            self._exits.callback(self.engines.close)
+            on_restart = self._sync_one if self.with_policy else None
+            self._engines = Fleet(self._spawn_engine, config.engine, on_restart, self.log)
+            self._exits.callback(self._engines.close)
         if self.with_policy:
             with waiting("policy ranks"):
                 self.policy.start(self._backend)
             if self.with_engines:
-                self._rest()  # an engine wants to see its share of the memory free
+                self._offload_policy()  # a starting engine measures the free GPU memory
         if self.with_engines:
             self._open_engines()
 
@@ -214,23 +226,21 @@ class Cluster:
         with waiting("engines"):
             self.engines.start()
             if self.with_policy:
-                self._first_sync()
+                with self._syncing:
+                    self.policy.sync_weights([slot.handle for slot in self.engines.slots])
             self.engines.open()
-
-    def _first_sync(self) -> None:
-        with self._syncing:
-            self.policy.sync_weights([slot.handle for slot in self.engines.slots])
 
     def _spawn_engine(self, index: int):
         config = self.config
+        tensor_parallel = config.engine.tensor_parallel
+        colocated = self.with_policy and config.cluster.colocate
         if self.with_policy:
-            self.policy.check_nodes_alive()  # without its ranks an engine would wait for weights that never come
-        shares = self.with_policy and config.cluster.colocate
-        bundle, gpu_ids = (
-            self.policy.share(index, config.engine.tensor_parallel)
-            if shares
-            else (index + (config.policy.ranks if self.with_policy else 0), None)
-        )
+            self.policy.check_nodes_alive()  # else the engine would wait for weights forever
+        if colocated:
+            bundle, gpu_ids = self.policy.engine_place(index, tensor_parallel)
+        else:
+            bundle = index + (config.policy.ranks if self.with_policy else 0)
+            gpu_ids = None
         setup = Setup(
             index=index,
             backend=self._backend,
@@ -240,48 +250,48 @@ class Cluster:
             folder=os.getcwd(),
             log=self.log,
         )
-        return self._actor(
-            Engine, bundle, 0 if shares else config.engine.tensor_parallel, config, setup
-        )
+        return self._actor(Engine, bundle, 0 if colocated else tensor_parallel, config, setup)
 
     def _actor(self, kind: type, bundle: int, gpus: int, *arguments):
-        options = dict(
-            num_cpus=self.config.cluster.cpus_per_process,
-            num_gpus=gpus if self.has_gpu else 0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
+        options: dict[str, Any] = {
+            "num_cpus": self.config.cluster.cpus_per_process,
+            "num_gpus": gpus if self.has_gpu else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle
             ),
-        )
+        }
         if kind is Engine:
-            options["max_concurrency"] = (
-                100_000  # vLLM decides how many calls run, the others wait in its queue
-            )
+            options["max_concurrency"] = ENGINE_CONCURRENCY
         return ray.remote(kind).options(**options).remote(*arguments)
 
 
-# ---------------------------------------------------------------- room
+# ---------------------------------------------------------------- starting Ray
 
 
 @contextmanager
-def signals_left_alone() -> Iterator[None]:
-    """Ray takes SIGTERM for itself when it starts, and would exit without a word. Its C++ half does so too, behind the
-    back of Python's signal module, and would abort: afterwards the handlers are installed once more."""
-    take = ray_utils.set_sigterm_handler
+def signals_preserved() -> Iterator[None]:
+    """Keep our SIGTERM handler while Ray starts.
+
+    Ray's Python half replaces it and exits silently; its C++ half replaces it without Python's
+    knowledge and aborts. So the first is disabled, and after the second ours is installed again.
+    """
+    set_handler = ray_utils.set_sigterm_handler
     listens = signals.is_listening()
     if listens:
         ray_utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
-        ray_utils.set_sigterm_handler = take
+        ray_utils.set_sigterm_handler = set_handler
         if listens:
             signals.listen()
 
 
 @contextmanager
-def on_this_machine_alone(folder: str) -> Iterator[None]:
-    """The environment of a Ray of our own: it and what it starts listen on the loopback interface, and Ray answers
-    only those who know a token that no other run has."""
+def loopback_only(folder: str) -> Iterator[None]:
+    """The environment of a local Ray: its processes listen on the loopback interface only, and
+    clients need a token made for this run.
+    """
     token = Path(folder) / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
@@ -294,12 +304,13 @@ def on_this_machine_alone(folder: str) -> Iterator[None]:
     }
     before = {name: os.environ.get(name) for name in given}
     _set_environment(given)
-    # services.resolve_ip_for_localhost makes another address of 127.0.0.1 unless Ray is for one machine only.
-    several, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    # services.resolve_ip_for_localhost replaces 127.0.0.1 if a Ray cluster is enabled.
+    enabled = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = several
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
         _set_environment(before)
 
 
@@ -309,12 +320,12 @@ def _set_environment(values: dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    RayConfig.initialize("")  # Ray keeps what it has read
+    RayConfig.initialize("")  # Ray caches the environment
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def start_ray(**given) -> None:
-    """One of our own. Ray gives its processes half a minute to start, which a busy machine may need more of."""
+    """Start a local Ray; retries, since a busy machine may need more than Ray's 30 s."""
     others = set(psutil.Process().children())
     for _ in range(RAY_STARTS):
         try:
@@ -326,18 +337,18 @@ def start_ray(**given) -> None:
             for process in set(psutil.Process().children()) - others:
                 process.kill()
     raise ClusterError(
-        f"Ray did not start, {RAY_STARTS} times; the machine is too busy, or memory or disk are full"
+        f"Ray did not start, {RAY_STARTS} times; machine too busy, or memory or disk full"
     )
 
 
 def check_address(address: str) -> None:
-    """Ray itself would try for minutes."""
+    """Fail early: Ray itself would retry for minutes."""
     wrong = address_problem(address)
     if wrong is not None:
         raise ClusterError(f"cluster.address or $RAY_ADDRESS = {address}: {wrong}")
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        return  # `auto` and the like: Ray knows where to look
+        return  # `auto`: Ray finds the address
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
@@ -347,7 +358,7 @@ def check_address(address: str) -> None:
 
 
 def check_capacity(bundles: list[dict[str, float]], nodes: list[dict[str, float]]) -> None:
-    """Fill the nodes with the bundles, the largest first; what does not fit in an empty cluster never will."""
+    """Place the bundles on empty nodes, the largest first; raises if one does not fit."""
     free = [dict(node) for node in nodes]
     for bundle in sorted(bundles, key=lambda b: (b.get("GPU", 0), b["CPU"]), reverse=True):
         node = next(
@@ -356,21 +367,22 @@ def check_capacity(bundles: list[dict[str, float]], nodes: list[dict[str, float]
         )
         if node is None:
             raise ClusterError(
-                f"the cluster is too small: {len(bundles)} places with {_add_up(bundles)} in all are needed, "
-                f"{len(nodes)} node(s) offer {'; '.join(_add_up([n]) for n in nodes)}; {_hint(bundles)}"
+                f"the cluster is too small: {len(bundles)} places with {_add_up(bundles)} in all "
+                f"are needed, {len(nodes)} node(s) offer "
+                f"{'; '.join(_add_up([n]) for n in nodes)}; {_hint(bundles)}"
             )
         for kind, amount in bundle.items():
             node[kind] -= amount
 
 
 def check_one_machine(places: Iterable[str], nodes: list[dict]) -> None:
-    """`places` are ids of the nodes that the job is on, of which a machine may have several."""
-    places = set(places)
-    machines = sorted({node["NodeManagerHostname"] for node in nodes if node["NodeID"] in places})
+    """places: ids of the job's nodes; a machine may have several nodes."""
+    used = set(places)
+    machines = sorted({node["NodeManagerHostname"] for node in nodes if node["NodeID"] in used})
     if len(machines) > 1:
         raise ClusterError(
-            f"sync.backend = shm, which is what there is without GPUs: ranks and engines share memory, "
-            f"so they must be on one machine; there is room for them on {', '.join(machines)} only"
+            "sync.backend = shm, the one without GPUs, needs ranks and engines on one machine; "
+            f"there is room for them on {', '.join(machines)} only"
         )
 
 
@@ -387,130 +399,6 @@ def _add_up(resources: list[dict[str, float]]) -> str:
         " and ".join(f"{sum(r.get(kind, 0) for r in resources):g} {kind}" for kind in kinds)
         or "nothing"
     )
-
-
-# ---------------------------------------------------------------- the policy
-
-
-class PolicyRank:
-    """One rank of the policy: a thin actor around `PolicyWorker`."""
-
-    def __init__(self, config: Config, folder: str, log: str | None):
-        self.config = config
-        forks_end_with_us()
-        os.chdir(folder)
-        if log:
-            send_output_to(Path(log))
-        if not ray.get_gpu_ids():
-            os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks and engines share the cores
-
-    def where(self) -> tuple[str, list[str]]:
-        context = ray.get_runtime_context()
-        return context.get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
-
-    def free_address(self) -> str:
-        return f"{ray.util.get_node_ip_address()}:{free_port()}"
-
-    def start(self, rank: int, address: str, backend: str) -> int:
-        """Join the other ranks and build the model; returns the data-parallel rank."""
-        from megastep.distributed import parallel
-        from megastep.policy.worker import PolicyWorker
-        from megastep.sync.sender import Sender
-
-        config = self.config
-        parallel.start(config.policy.parallel, rank, config.policy.ranks, address)
-        self.worker = PolicyWorker(config)
-        self.sender = Sender(self.worker.chunks, self.worker.arch, config, backend)
-        return parallel.place().data
-
-    def call(self, method: str, *arguments, **named) -> Any:
-        return getattr(self.worker, method)(*arguments, **named)
-
-    def sync_weights(self, engines: list) -> int:
-        self.sender.send(engines, self.worker.step)
-        return self.worker.step
-
-
-class Policy:
-    """All ranks. Its methods call every rank and wait for all; the first error ends the wait."""
-
-    def __init__(self, actors: list):
-        """Actor i is in bundle i; ranks are given out by node and GPU."""
-        self._submitting = threading.Lock()
-        self._where = ray.get([actor.where.remote() for actor in actors])
-        self._order = node_by_node(self._where)
-        self.ranks = [actors[bundle] for bundle in self._order]
-
-    def start(self, backend: str) -> None:
-        address = ray.get(self.ranks[0].free_address.remote())
-        self.data_ranks = ray.get(
-            [actor.start.remote(rank, address, backend) for rank, actor in enumerate(self.ranks)]
-        )
-
-    def call(self, method: str, *arguments, **named) -> list:
-        """`PolicyWorker.method` on every rank with the same arguments, which travel once per node."""
-        shared = [ray.put(argument) for argument in arguments]
-        return self._collect(lambda actor, _: actor.call.remote(method, *shared, **named))
-
-    def scatter(self, method: str, by_data_rank: list) -> list:
-        """`PolicyWorker.method` on every rank with the part of its data-parallel rank, which travels once per node."""
-        parts = [ray.put(part) for part in by_data_rank]
-        return self._collect(lambda actor, data_rank: actor.call.remote(method, parts[data_rank]))
-
-    def sync_weights(self, engines: list) -> int:
-        """Weights to these engines' actors; returns the version: the optimizer steps behind them."""
-        return self._collect(lambda actor, _: actor.sync_weights.remote(engines))[0]
-
-    def _collect(self, submit: Callable[[Any, int], Any]) -> list:
-        """Results of a call of every rank. A restarted engine is sent weights by another thread, and all ranks must see
-        both threads' calls in one order: they are collective."""
-        with self._submitting:
-            calls = [
-                submit(actor, data_rank) for actor, data_rank in zip(self.ranks, self.data_ranks)
-            ]
-        try:
-            return ray.get(calls)
-        except RayTaskError as error:
-            if not isinstance(error.cause, (CheckpointError, TrainingError)):
-                raise_death(calls)
-            raise
-
-    def share(self, engine: int, tensor: int) -> tuple[int, tuple[str, ...]]:
-        """Where an engine lives on the places of ranks: a bundle, and the GPUs of as many ranks as it needs."""
-        bundles = self._order[engine * tensor : (engine + 1) * tensor]
-        if len({self._where[bundle][0] for bundle in bundles}) > 1:
-            raise ClusterError(
-                f"engine.tensor_parallel = {tensor}: the GPUs of engine {engine} lie on several nodes"
-            )
-        return bundles[0], tuple(gpu for bundle in bundles for gpu in self._where[bundle][1])
-
-    def check_nodes_alive(self) -> None:
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        lost = [
-            rank for rank, bundle in enumerate(self._order) if self._where[bundle][0] not in alive
-        ]
-        if lost:
-            raise ClusterError(
-                f"the node of the policy's rank(s) {', '.join(map(str, lost))} is lost"
-            )
-
-
-def raise_death(calls: list) -> None:
-    """Of a rank, if one has died. Its peers fail in their collective calls some seconds before Ray knows the cause."""
-    ended, _ = ray.wait(calls, num_returns=len(calls), timeout=_DEATH_KNOWN_S)
-    for call in ended:
-        with suppress(RayTaskError):
-            ray.get(call)
-
-
-def node_by_node(where: list[tuple[str, list[str]]]) -> list[int]:
-    """Places in the order of their nodes, and on a node of their GPUs, which are numbers or, as parts, names."""
-
-    def key(place: int):
-        node, gpus = where[place]
-        return node, [(len(gpu), gpu) for gpu in gpus], place
-
-    return sorted(range(len(where)), key=key)
 
 
 def _kill(actors: list) -> None:

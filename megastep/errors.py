@@ -24,7 +24,8 @@
             ├── ReplayError   routing that does not match its tokens
             └── SyncError     an engine without the weights that the policy sent
 
-Anything else that escapes is a bug and keeps its traceback. `signals.Stopped` is no error: the run was asked to stop.
+Anything else that escapes is a bug and keeps its traceback. `signals.Stopped` is no error: the run
+was asked to stop.
 """
 
 
@@ -84,7 +85,7 @@ class CheckpointError(UserError):
 
 
 class DataError(UserError):
-    """File names and rows may hold anything and be of any length; each problem is shortened to one line."""
+    """Problems are shortened to one line: file names and rows may hold anything."""
 
     def __init__(self, problems: str | list[str]):
         lines = [problems] if isinstance(problems, str) else problems

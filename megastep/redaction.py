@@ -1,12 +1,12 @@
-"""Secrets of environments: named in the config, read where they are used, written nowhere.
+"""Secrets of environments: named in the config, read at use, never written.
 
     env:
       options:
-        api_key: ${env:SEARCH_KEY}     the variable SEARCH_KEY of the process that trains
+        api_key: ${env:SEARCH_KEY}     the variable SEARCH_KEY of the training process
 
-The config keeps the name. `resolved` gives an environment the value when it is constructed. What is written,
-config.yaml and what goes to W&B, passes through `redacted`: what stands below a key that sounds like a secret becomes
-`***`. What an environment reports, and the text of every exception before it is cut, passes through `hide`.
+The config keeps the variable's name; `resolved` returns the value when an environment is created.
+config.yaml and uploads to W&B pass through `redacted`, which replaces values under secret-like keys
+by `***`. Reports of environments and texts of exceptions pass through `hide` before they are cut.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 HIDDEN = "***"
-SHORTEST = 4  # characters of a value that is looked for: less is no secret, and in every other text
+SHORTEST = 4  # characters of a value that is hidden; shorter ones occur in any text
 _VARIABLE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 _SECRET_WORDS = {
     "apikey",
@@ -43,9 +43,10 @@ _SECRET_PARTS = re.compile(
     r"(^|_)keys?$|(api|access|private|secret|service|account)_?keys?(_id)?$"
     r"|(access|api|auth|refresh|session)_?tokens$"
 )
-_AMOUNTS = re.compile(r"token_(budget|count|length|limit|size)")  # of what a model reads
+_AMOUNTS = re.compile(r"token_(budget|count|length|limit|size)")  # counts of model tokens
 _NEW_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-# user:password@ reaches to the last @: a password may hold @ and /. Without a colon, to the last @ before the path.
+# user:password@ extends to the last @, since a password may hold @ and /. Without a colon: to the
+# last @ before the path.
 _IN_ADDRESS = re.compile(r"://([^/?#\s:]*:\S*|[^/?#\s]+)@")
 _IN_QUERY = re.compile(r"([?&;#])([^=?&;#\s]+)=([^&\s]+)")
 
@@ -54,12 +55,12 @@ _IN_QUERY = re.compile(r"([?&;#])([^=?&;#\s]+)=([^&\s]+)")
 
 
 def without_variables(text: str) -> str:
-    """What is left of it without every `${env:NAME}`."""
+    """The text without its `${env:NAME}`."""
     return _VARIABLE.sub("", text)
 
 
 def unset_variables(options: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Key, value and the variable that is not there."""
+    """Key, value and name of each variable that is not set."""
     for key, text in _texts(options):
         for name in _VARIABLE.findall(text):
             if name not in os.environ:
@@ -67,33 +68,32 @@ def unset_variables(options: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def resolved(options: dict[str, Any]) -> dict[str, Any]:
-    """With the values of the variables, which `hide` knows from now on."""
+    """The options with the variables' values, which `hide` removes from then on."""
     return _mapped(options, lambda text: _VARIABLE.sub(lambda found: _value(found[1]), text))
 
 
 def _value(name: str) -> str:
     value = os.environ[name]
     if len(value.strip()) >= SHORTEST and value not in _forms:
-        # As it is, on one line, within a repr, within an address.
+        # As it is, on one line, in a repr, in a URL.
         in_address = quote(value, safe="", errors="surrogateescape")
         _forms[value] = {value, " ".join(value.split()), repr(value)[1:-1], in_address}
     return value
 
 
-_forms: dict[str, set[str]] = {}  # value of a variable that was read → how it may be written
+_forms: dict[str, set[str]] = {}  # value of a variable → its spellings
 
 
 def hide(text: str) -> str:
-    """`text` without the values of variables. Before it is cut: half a value is not found."""
-    for form in sorted(
-        (form for forms in _forms.values() for form in forms), key=len, reverse=True
-    ):
+    """The text without values of variables. Apply before cutting: half a value is not found."""
+    spellings = [form for forms in _forms.values() for form in forms]
+    for form in sorted(spellings, key=len, reverse=True):
         text = text.replace(form, HIDDEN)
     return text
 
 
 def hidden(metrics: Any) -> Any:
-    """`metrics` without these values, in names and in texts."""
+    """`hide` for every name and text of the metrics."""
     if not _forms:
         return metrics
     if isinstance(metrics, dict):
@@ -103,24 +103,24 @@ def hidden(metrics: Any) -> Any:
     return hide(metrics) if isinstance(metrics, str) else metrics
 
 
-# ---------------------------------------------------------------- what is written
+# ---------------------------------------------------------------- files and uploads
 
 
 def redacted(tree: dict[str, Any]) -> dict[str, Any]:
-    """A config's tree as it may be written."""
+    """A config's tree without secrets."""
     return _redacted(tree, is_secret=False)
 
 
 def _redacted(value: Any, is_secret: bool) -> Any:
-    """`is_secret`: whether a key above it sounds so."""
+    """is_secret: a key above the value names a secret."""
     if isinstance(value, dict):
         return {
-            key: _redacted(entry, is_secret or _sounds_secret(str(key)))
+            key: _redacted(entry, is_secret or _names_secret(str(key)))
             for key, entry in value.items()
         }
     if isinstance(value, list):
         return [_redacted(entry, is_secret) for entry in value]
-    if value is None or value == "" or isinstance(value, bool):  # they hold no secret
+    if value is None or value == "" or isinstance(value, bool):  # no secrets
         return value
     if is_secret:
         return value if isinstance(value, str) and _VARIABLE.fullmatch(value) else HIDDEN
@@ -136,13 +136,13 @@ def _redacted_address(text: str) -> str:
 
     def parameter(found: re.Match) -> str:
         before, name, value = found.groups()
-        is_plain = _sounds_secret(unquote(name)) and not _VARIABLE.fullmatch(value)
+        is_plain = _names_secret(unquote(name)) and not _VARIABLE.fullmatch(value)
         return f"{before}{name}={HIDDEN}" if is_plain else found[0]
 
     return _IN_QUERY.sub(parameter, _IN_ADDRESS.sub(user, text))
 
 
-def _sounds_secret(key: str) -> bool:
+def _names_secret(key: str) -> bool:
     words = re.findall(r"[a-z]+", _NEW_WORD.sub("_", key).lower())
     name = _AMOUNTS.sub("", "_".join(words))
     return bool(set(name.split("_")) & _SECRET_WORDS or _SECRET_PARTS.search(name))

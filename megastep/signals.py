@@ -1,11 +1,11 @@
-"""SIGTERM and SIGINT, from the first moment to the last.
+"""SIGTERM and SIGINT during a command.
 
-at first        nothing has started: the process ends at once with a line. No exception is raised: in the middle of
-                an import it would end in a traceback of a library, or in a crash of one.
-postponed       Ray starts: what is raised would leave its processes behind. The signal counts when it has started.
-afterwards      SIGTERM: the machine will soon be taken away, by a time limit, a scheduler or a person. `Stopped` is
-                raised wherever the run is; once it has something to keep, the loop is asked instead and ends at
-                the next moment at which nothing is lost (trainer/loop.py). SIGINT raises KeyboardInterrupt.
+before the start   the process exits at once with a line; an exception in the middle of an import
+                   would end in a library's traceback or crash
+Ray is starting    the signal is postponed: an exception would leave Ray's processes behind
+running            SIGTERM raises `Stopped`; once training has state to save, it calls the loop,
+                   which stops where no work is lost (trainer/loop.py). SIGINT raises
+                   KeyboardInterrupt
 """
 
 import os
@@ -14,23 +14,24 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-EXIT_CODE = 75  # EX_TEMPFAIL: it was stopped and can be run again
+EXIT_CODE = 75  # EX_TEMPFAIL: stopped, can be resumed
 INTERRUPTED = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_NOTHING_YET = {
+_BEFORE_START: dict[int, tuple[bytes, int]] = {
     signal.SIGTERM: (b"stopped", EXIT_CODE),
     signal.SIGINT: (b"interrupted", INTERRUPTED),
 }
 
 
 class Stopped(BaseException):
-    """The run was asked to stop; the message says how far it came. Like KeyboardInterrupt, no `except Exception` of a
-    library or an environment may take it for a failure of its own."""
+    """The run was asked to stop. A BaseException, like KeyboardInterrupt: no `except Exception` of
+    a library or an environment may catch it.
+    """
 
 
 _ask: Callable[[], None] | None = None
 _has_started = False
-_postponed: list[int] | None = None  # signals that came meanwhile
+_postponed: list[int] | None = None  # signals received while postponed
 _resume_hint: Callable[[], str] | None = None
 
 
@@ -41,7 +42,7 @@ def listen() -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """For the length of a command; what was there before comes back."""
+    """Install the handlers for one command; restores the previous ones."""
     global _has_started, _resume_hint
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     _has_started, _resume_hint = False, None
@@ -57,7 +58,7 @@ def _on_signal(number: int, *_) -> None:
     if _postponed is not None:
         _postponed.append(number)
     elif not _has_started:
-        _end_now(number)
+        _exit_now(number)
     elif number == signal.SIGINT:
         raise KeyboardInterrupt
     elif _ask is None:
@@ -66,23 +67,23 @@ def _on_signal(number: int, *_) -> None:
         _ask()
 
 
-def _end_now(number: int) -> None:
-    word, code = _NOTHING_YET[number]
-    with suppress(Exception):  # the signal may have come in the middle of a flush
+def _exit_now(number: int) -> None:
+    word, code = _BEFORE_START[number]
+    with suppress(Exception):  # the signal may have interrupted a flush
         sys.stdout.flush()
     os.write(2, b"\n" + word + b" before anything was started\n")
     os._exit(code)
 
 
 def has_started() -> None:
-    """From now on there are processes to end."""
+    """Call before the first child process starts."""
     global _has_started
     _has_started = True
 
 
 @contextmanager
 def postponed() -> Iterator[None]:
-    """A signal inside the block counts at its end. Nothing changes where no command listens."""
+    """Handle signals at the end of the block; no effect if no command listens."""
     global _postponed
     if not is_listening():
         yield
@@ -102,7 +103,7 @@ def is_listening() -> bool:
 
 @contextmanager
 def asks(ask: Callable[[], None]) -> Iterator[None]:
-    """`ask` is called instead, possibly more than once, between any two operations of the main thread."""
+    """SIGTERM calls `ask`, possibly repeatedly, between any two operations of the main thread."""
     global _ask
     _ask = ask
     try:
@@ -112,7 +113,7 @@ def asks(ask: Callable[[], None]) -> Iterator[None]:
 
 
 def advise(resume_hint: Callable[[], str]) -> None:
-    """What `advice` returns from now on; asked at the end, when it is known what was kept."""
+    """Set the hint that `advice` returns; called at the end, when the last checkpoint is known."""
     global _resume_hint
     _resume_hint = resume_hint
 

@@ -111,9 +111,9 @@ def take_steps_with_offload(folder, layout: dict, steps: int) -> tuple[list[dict
     metrics = []
     for _ in range(steps):
         metrics.append(next_token_step(worker))
-        worker.rest()
+        worker.offload()
         gradient_bytes = sum(p.main_grad.untyped_storage().nbytes() for p in worker._parameters())
-        worker.wake()
+        worker.onload()
     return metrics, gradient_bytes
 
 
@@ -314,11 +314,14 @@ class LocalPolicy:
     def __init__(self, worker: PolicyWorker):
         self.worker = worker
 
-    def call(self, method: str, *arguments, **named) -> list:
-        return [getattr(self.worker, method)(*arguments, **named)]
+    def learn(self, by_data_rank: list) -> list:
+        return self.worker.learn(by_data_rank[parallel.place().data])
 
-    def scatter(self, method: str, by_data_rank: list) -> list:
-        return self.call(method, by_data_rank[parallel.place().data])
+    def begin(self, *arguments) -> None:
+        self.worker.begin(*arguments)
+
+    def load(self, checkpoint) -> None:
+        self.worker.load(checkpoint)
 
 
 class RecordingWorker(PolicyWorker):
@@ -545,7 +548,7 @@ def learn_with_masked(folder, masked: list[list[int]]) -> list[tuple[dict, bool]
 
     `masked`: the ids of truncated prompts, per batch.
     """
-    from megastep.trainer.loop import sift
+    from megastep.samples import filters
 
     worker = make_worker(
         folder,
@@ -564,7 +567,7 @@ def learn_with_masked(folder, masked: list[list[int]]) -> list[tuple[dict, bool]
         for trajectory in [t for group in groups for t in group.trajectories if group.id in ids]:
             trajectory.steps[-1].finish = FinishReason.LENGTH
         before, _ = _weights_and_adam(worker)
-        metrics = learner.learn(sift(groups, worker.config)[0])
+        metrics = learner.learn(filters.apply(groups, worker.config)[0])
         found.append((metrics, not all(map(torch.equal, before, worker._parameters()))))
     return found
 
@@ -582,7 +585,7 @@ def fresh_then_trained(folder, layout: dict, root, groups) -> tuple[dict, dict]:
 
 def resumed_reference(folder, layout: dict, root, groups) -> tuple[dict, dict]:
     """Logprobs of the reference and of the policy in a run resumed from that checkpoint."""
-    from megastep.trainer.loop import load_policy
+    from megastep.trainer.learner import load_policy
     from megastep.trainer.rundir import Run
 
     worker = make_worker(folder, layout, FRESH_WITH_REFERENCE)

@@ -12,8 +12,9 @@ import psutil
 import pytest
 import ray
 
-from megastep.cluster import check_address, check_capacity, node_by_node, start_ray
+from megastep.cluster import check_address, check_capacity, start_ray
 from megastep.errors import ClusterError
+from megastep.policy.actor import node_by_node
 from tests.models import some_tokens
 from tests.processes import alive, descendants, ray_folders, shared_memory_of, wait_for
 from tests.sync.test_sender import greedy_with_transformers

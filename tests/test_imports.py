@@ -5,14 +5,14 @@ from pathlib import Path
 
 # A package may import from itself and from the layers above its own line.
 LAYERS = [
-    ("errors", "types", "files", "redaction", "signals", "console"),
+    ("errors", "types", "text", "files", "redaction", "signals", "console"),
     ("models", "config"),  # config checks the model's architecture, models/folder.py reads a Config
     ("samples",),
     ("distributed",),
     ("weights",),
     ("checkpoint",),
-    ("policy",),
     ("sync",),
+    ("policy",),
     ("rollout",),
     ("envs",),
     ("cluster",),

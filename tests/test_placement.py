@@ -81,22 +81,24 @@ def test_a_busy_cluster_is_waited_for_as_long_as_the_config_says(monkeypatch):
 
 
 @pytest.mark.parametrize("finish_calls", [True, False])
-def test_a_weight_sync_freezes_calls_or_lets_them_finish(finish_calls, monkeypatch):
+def test_a_weight_sync_pauses_calls_or_waits_for_them(finish_calls, monkeypatch):
     """async.finish_calls"""
     happened = []
     one = make(monkeypatch, f"async.finish_calls={finish_calls}")
-    one.engines = SimpleNamespace(
+    one._engines = SimpleNamespace(
         pause=lambda finish: happened.append(f"pause {finish}"),
         wake=lambda what: happened.append(f"wake {what}"),
         resume=lambda: happened.append("resume"),
         serving=lambda: ["engine"],
     )
-    one.policy = SimpleNamespace(push=lambda engines: happened.append(f"push to {engines}") or 12)
+    one._policy = SimpleNamespace(
+        sync_weights=lambda engines: happened.append(f"sync to {engines}") or 12
+    )
     assert one.sync() == 12
     assert happened == [
         f"pause {finish_calls}",
         "wake weights",
-        "push to ['engine']",
+        "sync to ['engine']",
         "wake kv_cache",
         "resume",
     ]

@@ -17,7 +17,7 @@ import yaml
 from megastep import redaction
 from megastep.config import load, paths, to_yaml
 from megastep.errors import ConfigError
-from megastep.report.writing import MetricsLog, _wandb_id
+from megastep.report.metrics_log import MetricsLog, _wandb_id
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env, Outcome
@@ -273,7 +273,7 @@ def test_a_key_alone_uploads_nothing(tmp_path):
     """A real wandb in a process of its own: with WANDB_API_KEY set, files are written and nobody is called."""
     script = (
         "import sys\nfrom pathlib import Path\nfrom megastep.config import load\n"
-        "from megastep.report.writing import MetricsLog\n"
+        "from megastep.report.metrics_log import MetricsLog\n"
         f"config = load({LOCAL!r}, ['run.wandb_project=mine', 'env.options.password={SECRET}'])\n"
         "with MetricsLog.of_run(Path(sys.argv[1]), -1, config) as log: log.write(1, {'train/loss': 1.0})"
     )

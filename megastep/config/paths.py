@@ -1,10 +1,10 @@
-"""Paths of a config: in a file they are relative to that file, on the command line to the working directory.
+"""Paths in a configuration: relative to their file; on the command line, to the working directory.
 
-    model.path, run.resume           folders
-    data.train, data.eval            FILE.jsonl, FILE.parquet, and hf:FOLDER where there is such a folder
-    env.options                      strings that begin with ./ or ../ ; what else is a path only the environment knows
+    model.path, run.resume     folders
+    data.train, data.eval      FILE.jsonl, FILE.parquet, and hf:FOLDER if the folder exists
+    env.options                strings that begin with ./ or ../
 
-`run.dir` is where results go, and stays relative to the working directory.
+`run.dir`, the parent of run directories, is always relative to the working directory.
 """
 
 import errno
@@ -20,15 +20,15 @@ OPTIONS = "env.options"
 
 
 def in_file(key: str, value: Any, folder: Path) -> Any:
-    """The value of a key in a file of `folder`, as it is from the working directory."""
+    """A value of a file in `folder`, relative to the working directory."""
     if _is_option(key):
         return _in_options(value, folder)
     if not isinstance(value, str) or value == "":
         return value
     if key in DATA_KEYS:
-        return _data_source(value, lambda path: _beside(folder, path))
+        return _data_source(value, lambda path: _joined(folder, path))
     if key == "model.path" or (key == "run.resume" and value not in RESUME_WORDS):
-        return _beside(folder, value)
+        return _joined(folder, value)
     return value
 
 
@@ -41,18 +41,18 @@ def _is_option(key: str) -> bool:
 
 
 def _in_options(value: Any, folder: Path) -> Any:
-    """Absolute, wherever it is in lists and mappings: what the run directory keeps must not depend on a folder."""
+    """Absolute paths, in lists and mappings too: config.yaml must be readable from any folder."""
     if isinstance(value, dict):
         return {name: _in_options(part, folder) for name, part in value.items()}
     if isinstance(value, list):
         return [_in_options(part, folder) for part in value]
     if isinstance(value, str) and value.startswith(("./", "../")):
-        return os.path.abspath(_beside(folder, value))
+        return os.path.abspath(_joined(folder, value))
     return value
 
 
 def absolute(config: Any) -> Any:
-    """The config with absolute paths, to be read back from anywhere."""
+    """The config with absolute paths."""
     resume = config.run.resume
     data = {
         name: source and _data_source(source, _absolute)
@@ -74,24 +74,26 @@ def _data_source(source: str, move) -> str:
     if source.startswith("hf:"):
         place, colon, split = source.removeprefix("hf:").partition(":")
         folder = move(place) if place else ""
-        return (
-            f"hf:{folder}{colon}{split}" if os.path.isdir(folder) else source
-        )  # else a name on the hub
+        is_hub_name = not os.path.isdir(folder)
+        return source if is_hub_name else f"hf:{folder}{colon}{split}"
     return move(source) if source.endswith(DATA_FILES) else source
 
 
 def name_too_long(error: BaseException) -> str | None:
-    """A line for a path that no file can have: a mistake of whoever gave it, no failure of a disk."""
+    """A message if the error is a path that no file can have: invalid input, not a disk failure."""
     if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
         return None
-    return f"{str(error.filename)[:80]}...: a name of this path is too long for the file system; give a shorter one"
+    return (
+        f"{str(error.filename)[:80]}...: a name of this path is too long for the file system; "
+        "give a shorter one"
+    )
 
 
-def _beside(folder: Path, path: str) -> str:
-    """`configs/../models/x` is shown as `models/x`, unless a symbolic link makes them two places."""
+def _joined(folder: Path, path: str) -> str:
+    """configs/../models/x → models/x, unless a symbolic link makes them different."""
     joined = os.path.join(folder, path)
     short = os.path.normpath(joined)
     try:
         return short if os.path.realpath(short) == os.path.realpath(joined) else joined
-    except ValueError:  # a NUL: refused where values are checked
+    except ValueError:  # a NUL: rejected by checks.py
         return path

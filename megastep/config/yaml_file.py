@@ -1,7 +1,7 @@
-"""YAML of users, read with bounds and without losing what was written.
+"""YAML files of users, read with limits.
 
-PyYAML keeps the last of two equal keys and expands aliases without a limit. Here both are errors, as are files that no
-config can be: larger than MAX_BYTES, of more than MAX_NODES values (aliases expanded), or not a regular file.
+PyYAML keeps the last of two equal keys and expands aliases without a limit. Here both are errors,
+as are files larger than MAX_BYTES, with more than MAX_NODES values, or that are no regular file.
 """
 
 import os
@@ -17,7 +17,7 @@ MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
 _MAX_REASON = 300  # characters of PyYAML's explanation
 
-# Beside YAMLError: what int(), datetime() and recursion raise inside PyYAML's constructors.
+# Besides YAMLError: errors of int(), datetime() and recursion in PyYAML's constructors.
 _FAILURES = (
     yaml.YAMLError,
     ArithmeticError,
@@ -30,7 +30,7 @@ _FAILURES = (
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The file's mapping; an empty file is an empty one."""
+    """The file's mapping; an empty file is an empty mapping."""
     content = parse(_read(path))
     if content is None:
         return {}
@@ -75,7 +75,7 @@ def _read(path: Path) -> bytes:
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that stops composing after MAX_NODES values and knows no integers beyond 64 bits."""
+    """A SafeLoader with at most MAX_NODES values and integers of at most 64 bits."""
 
     def __init__(self, stream: str | bytes):
         super().__init__(stream)
@@ -98,9 +98,9 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def _check_duplicate_keys(root: yaml.Node) -> None:
-    """`a: {b: 1}` and `a.b: 2` are the same key too: configs may write a dotted one."""
+    """`a: {b: 1}` and `a.b: 2` are the same key: configs may write dotted keys."""
     seen: dict[str, int] = {}  # line by dotted key
-    visited: set[int] = set()  # a node that has aliases is looked at once
+    visited: set[int] = set()  # a node with aliases is checked once
     todo = [("", root)]
     while todo:
         prefix, node = todo.pop()
@@ -141,9 +141,7 @@ def _check_expanded_size(root: yaml.Node) -> None:
         return sizes[id(node)]
 
     if size(root) > MAX_NODES:
-        raise YAMLFileError(
-            f"aliases expand to more than {MAX_NODES} values; write out what is meant"
-        )
+        raise YAMLFileError(f"aliases expand to more than {MAX_NODES} values; write the values out")
 
 
 def _line(node: yaml.Node) -> int:

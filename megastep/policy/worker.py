@@ -310,8 +310,8 @@ class PolicyWorker:
 
     # ------------------------------------------------------------ colocated engines
 
-    def rest(self) -> None:
-        """Offload: free the gradients, move Adam's state to CPU memory; the weights stay.
+    def offload(self) -> None:
+        """Free the gradients, move Adam's state to CPU memory; the weights stay.
 
         With `optimizer.cpu_offload_fraction` Adam's state does not move: Megatron would onload all
         of it, and would detach the hybrid optimizer's weights from their buffer.
@@ -321,8 +321,8 @@ class PolicyWorker:
         if self.config.optimizer.cpu_offload_fraction == 0:
             self.optimizer.offload_to_cpu()
 
-    def wake(self) -> None:
-        """Onload: allocate the gradients, move Adam's state back."""
+    def onload(self) -> None:
+        """Allocate the gradients, move Adam's state back."""
         for chunk in self.chunks:
             chunk.restore_grad_buffers()
         if self.config.optimizer.cpu_offload_fraction == 0:

@@ -120,8 +120,26 @@ def import_from(folders: Iterable[Path]) -> None:
             sys.path.append(folder)
 
 
+def registered() -> dict[str, str]:
+    """Name → module:Class, of entry points and built-in environments."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | BUILT_IN
+
+
+def available() -> dict[str, str]:
+    """Name → description, of every registered environment."""
+    found = {}
+    for name in sorted(registered()):
+        try:
+            env = find_env(name)
+            text = env.__doc__ or sys.modules[env.__module__].__doc__ or ""
+            found[name] = text.strip().partition("\n")[0]
+        except EnvError as error:
+            found[name] = str(error)
+    return found
+
+
 def find_env(name: str) -> type[Env]:
-    found = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)} | BUILT_IN
+    found = registered()
     target = found.get(name, name if ":" in name else None)
     shown = f"env.name = {_shown(name)}"
     if target is None:

@@ -15,10 +15,11 @@ Whether a prompt is degenerate depends on the estimator: trajectories of equal t
 mean nothing to `grpo` and something to `step_returns` and `gigpo`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from megastep.config import Config
 from megastep.samples import advantage
 from megastep.types import FAILED, TRUNCATED, Group, Trajectory
 
@@ -30,6 +31,24 @@ class Dropped:
     group: int
     trajectory: int
     reason: str
+
+
+def apply(groups: list[Group], config: Config) -> tuple[list[Group], list[Dropped]]:
+    """The groups to train on: without failed trajectories, through the configured filters."""
+    drops_degenerate = config.filters.zero_variance or config.filters.dynamic_sampling
+    if config.loss.type == "nll":
+        drops_degenerate = False  # supervised training has no advantages
+    groups, dropped = failed(groups)
+    groups, not_finite = finite_rewards(groups)
+    groups, cut_off = truncated(groups, config.filters.truncated)
+    degenerate: list[Dropped] = []
+    if drops_degenerate:
+        groups, degenerate = zero_variance(groups, **asdict(config.advantage))
+    # A masked trajectory may be dropped later: it counts once, with its first reason.
+    first_reasons: dict[tuple[int, int], Dropped] = {}
+    for drop in [*dropped, *not_finite, *cut_off, *degenerate]:
+        first_reasons.setdefault((drop.group, drop.trajectory), drop)
+    return groups, list(first_reasons.values())
 
 
 def failed(groups: list[Group]) -> tuple[list[Group], list[Dropped]]:

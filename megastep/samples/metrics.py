@@ -75,6 +75,14 @@ def succeeded(trajectory: Trajectory) -> bool:
     return bool(trajectory.env_metrics.get("success", trajectory.reward > 0))
 
 
+def sampled_tokens(trajectory: Trajectory) -> int:
+    return sum(int(step.loss_mask.sum()) for step in trajectory.steps)
+
+
+def count_trajectories(groups: list[Group]) -> int:
+    return sum(len(group.trajectories) for group in groups)
+
+
 def _pass_at_k(groups: list[Group]) -> dict[str, float]:
     """1 − C(n − c, k) / C(n, k) with c successes of n, averaged over prompts (Chen et al. 2021, eq. 1)."""
     counts = [(len(g.trajectories), sum(map(succeeded, g.trajectories))) for g in groups]
@@ -107,7 +115,7 @@ def layout_metrics(
         "train/tokens_distinct": report.tokens_distinct,
         "train/tokens_computed": sum(len(m.trie) for m in all_batches),
         "train/micro_batches": len(micro_batches[0]),
-        "train/paddings": sum(m.real_tokens == 0 for m in all_batches),
+        "train/padding_micro_batches": sum(m.real_tokens == 0 for m in all_batches),
         "train/packing_efficiency": sum(real) / (budget_tokens * len(all_batches)),
     }
     if report.tokens_distinct:
@@ -131,7 +139,7 @@ _COUNTS = (
     "train/tokens_computed",
     "train/tokens_trained",
     "train/micro_batches",
-    "train/paddings",
+    "train/padding_micro_batches",
     "train/empty_mini_batches",
 )
 

@@ -13,7 +13,7 @@ Invariants, held by the tests, for every budget, alignment and number of ranks:
 
     every loss row is in exactly one micro-batch, unchanged; the rows of one step are in the same one
     no micro-batch has more tokens than the budget, padding included; its length is a multiple of the alignment
-    every rank has the same number of micro-batches; paddings have weight 0
+    every rank has the same number of micro-batches; padding micro-batches have weight 0
 """
 
 import heapq

@@ -1,26 +1,56 @@
-"""The training half of a step: groups in, metrics out. It knows the policy and no engine.
+"""The training half of a step: groups in, metrics out. It calls the policy, never the engines.
 
-groups ── mini-batches, counted in prompts ── credit and weight ── fold and pack ──► policy.learn, rank by rank
+groups → mini-batches of prompts → advantages and weights → tries → micro-batches → policy.learn
 """
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megastep.cluster import Policy
-from megastep.config import Config, ImportanceSamplingConfig
+from megastep.config import Config, ImportanceSamplingConfig, training_warnings
 from megastep.models.architecture import read_architecture
+from megastep.policy.actor import Policy
 from megastep.samples import lay_out, make_samples
 from megastep.samples.metrics import layout_metrics, over_mini_batches
 from megastep.samples.packing import mini_batches
 from megastep.samples.validation import validate
+from megastep.trainer.rundir import Run
 from megastep.types import ExpertShape, Group, MicroBatch
+
+if TYPE_CHECKING:
+    from megastep.policy.worker import Update
+
+
+def print_warnings(config: Config) -> None:
+    for line in training_warnings(config):
+        print(f"warning: {line}", file=sys.stderr)
+
+
+def load_policy(run: Run, learner: "Learner") -> None:
+    """Load the run's checkpoint, if it has one.
+
+    The KL reference is the policy that the run started from: an imported or warm-started one. When
+    resuming a later checkpoint, it is loaded first.
+    """
+    if run.checkpoint is None:
+        return
+    begins = run.state.step == 0
+    reference = run.checkpoint if begins else None
+    if not begins and learner.config.loss.kl_coef > 0:
+        reference = run.reference()
+    if reference is not None:
+        learner.policy.load(reference)
+        learner.begin()
+    if not begins:
+        learner.policy.load(run.checkpoint)
 
 
 def model_limits(config: Config) -> tuple[int, ExpertShape | None]:
-    """What rollouts of the configured model can hold: its vocabulary, and with replay its experts (see `validate`)."""
+    """Vocabulary and, with routing replay, the shape of the routing: arguments of `validate`."""
     arch = read_architecture(config.model.path)
     if arch.experts is None or not config.routing_replay.enabled:
         return arch.vocab, None
@@ -28,13 +58,15 @@ def model_limits(config: Config) -> tuple[int, ExpertShape | None]:
 
 
 class Learner:
-    def __init__(self, config: Config, policy: Policy, tell: Callable[[str], None] = print):
-        self.config, self.policy, self.tell = config, policy, tell
+    def __init__(self, config: Config, policy: Policy, on_message: Callable[[str], None] = print):
+        self.config = config
+        self.policy = policy
+        self.on_message = on_message
         self.arch = read_architecture(config.model.path)
         self.vocab, self.experts = model_limits(config)
 
     def learn(self, groups: list[Group]) -> dict[str, float]:
-        """One optimizer step per mini-batch of prompts. No groups, which filters can lead to: nothing is learned."""
+        """One optimizer step per mini-batch of prompts; none if filters left no groups."""
         validate(groups, self.vocab, self.experts)
         parts = mini_batches(groups, self.config.mini_batch_prompts)
         return self._learn(parts, self.config.loss.reduction) if parts else {}
@@ -42,8 +74,9 @@ class Learner:
     def warm_start(
         self, demonstrations: list[Group], on_step: Callable[[float], None]
     ) -> dict[str, float]:
-        """Supervised epochs over demonstrations, then a fresh optimizer for what follows; `on_step` gets each loss."""
-        settings, config = self.config.warm_start, self.config
+        """Supervised epochs, then a fresh optimizer; `on_step` gets each loss."""
+        config = self.config
+        settings = config.warm_start
         optimizer = replace(
             config.optimizer, lr=settings.lr, min_lr=0.0, schedule="linear", warmup_steps=0
         )
@@ -55,52 +88,52 @@ class Learner:
             entropy_coef=0.0,
             importance_sampling=ImportanceSamplingConfig(mode="none"),
         )
-        self.policy.call("begin", optimizer, supervised, settings.optimizer_steps)
+        self.policy.begin(optimizer, supervised, settings.optimizer_steps)
         random = np.random.default_rng([config.train.seed, 0xDE])
         loss = float("nan")
         for _ in range(settings.epochs):
             shuffled = [demonstrations[i] for i in random.permutation(len(demonstrations))]
             for batch in mini_batches(shuffled, settings.batch):
-                loss = self._learn([batch], "token").get(
-                    "train/loss", loss
-                )  # none where nothing is trained
+                metrics = self._learn([batch], "token")
+                loss = metrics.get("train/loss", loss)  # absent if no token is trained
                 on_step(loss)
         self.begin()
         return {"warm_start/loss": loss}
 
     def begin(self) -> None:
-        """The policy as it is now is where reinforcement learning starts: fresh optimizer, reference of the KL."""
-        self.policy.call(
-            "begin", self.config.optimizer, self.config.policy_loss, self.config.optimizer_steps
-        )
+        """Start RL: a fresh optimizer; the current policy is the KL reference."""
+        config = self.config
+        self.policy.begin(config.optimizer, config.policy_loss, config.optimizer_steps)
 
     def _learn(self, parts: list[list[Group]], reduction: str) -> dict[str, float]:
         begun = time.perf_counter()
-        laid_out = [self.lay_out(part, reduction) for part in parts]
-        laid_out_at = time.perf_counter()
-        # [data rank][mini-batch] micro-batches
-        of_ranks = [
-            [batches[rank] for batches, _ in laid_out] for rank in range(self.config.data_ranks)
+        packed = [self.pack(part, reduction) for part in parts]
+        packed_at = time.perf_counter()
+        by_data_rank = [
+            [batches[rank] for batches, _ in packed] for rank in range(self.config.data_ranks)
         ]
-        updates = self.policy.scatter("learn", of_ranks)[0]
+        updates: list[Update] = self.policy.learn(by_data_rank)
         for update in updates:
             if update.skipped is not None:
-                self.tell(f"an optimizer step was left out: {update.skipped}")
-        per_mini_batch = [
-            update.metrics | metrics for update, (_, metrics) in zip(updates, laid_out, strict=True)
-        ]
-        metrics = over_mini_batches(per_mini_batch)
+                self.on_message(f"optimizer step skipped: {update.skipped}")
+        metrics = over_mini_batches(
+            [
+                update.metrics | of_batch
+                for update, (_, of_batch) in zip(updates, packed, strict=True)
+            ]
+        )
         return metrics | {
             "train/optimizer_steps": len(updates) - metrics["train/empty_mini_batches"],
-            "time/pack_s": laid_out_at - begun,
-            "time/update_s": time.perf_counter() - laid_out_at,
+            "time/pack_s": packed_at - begun,
+            "time/update_s": time.perf_counter() - packed_at,
         }
 
-    def lay_out(
+    def pack(
         self, groups: list[Group], reduction: str
     ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-        """Micro-batches of each data-parallel rank, and what is to be said about them."""
-        config, layout = self.config, self.config.policy.parallel
+        """Micro-batches of each data-parallel rank, and metrics of the packing."""
+        config = self.config
+        parallel = config.policy.parallel
         advantage = config.advantage
         samples = make_samples(
             groups, advantage.estimator, reduction, advantage.gamma, advantage.step_coef
@@ -109,10 +142,10 @@ class Learner:
             samples,
             ranks=config.data_ranks,
             budget_tokens=config.budget_tokens,
-            align_tokens=layout.tensor,
+            align_tokens=parallel.tensor,
             layout=config.train.pack_layout,
             on_conflict=config.routing_replay.on_conflict,
             attention_tokens=6 * self.arch.hidden,
-            rounds_of=layout.pipeline if layout.virtual > 1 else 1,
+            rounds_of=parallel.pipeline if parallel.virtual > 1 else 1,
         )
         return batches, layout_metrics(report, batches, config.budget_tokens)

@@ -1,15 +1,16 @@
-"""The run directory: where a run keeps what it has, and where it goes on.
+"""The run directory, and the checkpoint that a run resumes from.
 
-runs/NAME/config.yaml     as resolved, without secrets
-          metrics.jsonl   a line per step; step 0 is before the first
-          log.txt         what Ray's actors, vLLM and Megatron say
-          start/step_0/   the policy after the warm start, which is also the reference of the KL
-          origin.json     of a run that began with the checkpoint of another: which, and the other's reference
+runs/NAME/config.yaml     resolved, without secrets
+          metrics.jsonl   a line per training step; step 0 is before the first
+          log.txt         logs of Ray actors, vLLM and Megatron
+          start/step_0/   the policy after the warm start, also the KL reference
+          origin.json     the checkpoint of another run that this one started from, and the KL
+                          reference of that run
           checkpoints/step_N/
           rollouts/latest.safetensors     trajectories for the report (run.report_prompts)
           rollouts/step_N.safetensors     with run.rollouts_every
           wandb/ wandb_id
-          lock            held by the process that writes here; it ends with that process, however that ends
+          lock            held by the writing process; the kernel releases it
 """
 
 import fcntl
@@ -35,7 +36,7 @@ from megastep.config import Config, to_yaml
 from megastep.errors import CheckpointError, RunDirError
 from megastep.files import atomic_write
 from megastep.models.architecture import read_architecture
-from megastep.report.writing import LATEST
+from megastep.report.run_report import LATEST
 from megastep.weights.hf_files import HFReader
 from megastep.weights.mapping import check_shape, rows_of
 
@@ -45,18 +46,18 @@ _ORIGIN, _LOCK = "origin.json", "lock"
 @dataclass
 class Run:
     folder: Path
-    checkpoint: Path | None  # to go on from; None: a new run
+    checkpoint: Path | None  # to resume from; None: a new run
     state: LoopState
-    newest: Path | None = None  # checkpoint in the folder when it was looked at
+    newest: Path | None = None  # the newest checkpoint when the folder was read
 
     @classmethod
     def find(cls, config: Config, name: str) -> "Run":
-        folder = Path(config.run.dir) / (
-            config.run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        )
-        resume, origin = config.run.resume, Origin.read(folder)
+        own_name = config.run.name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = Path(config.run.dir) / own_name
+        resume = config.run.resume
+        origin = Origin.read(folder)
         if origin is not None and Path(resume).resolve() == origin.checkpoint:
-            resume = "auto"  # the same command goes on with what it began
+            resume = "auto"  # the same command again: continue the run that it started
         checkpoint = where_to_resume(config, folder, resume)
         if checkpoint is None:
             check_weights_fit(config)
@@ -65,12 +66,12 @@ class Run:
         run = cls(folder, checkpoint, state, latest(folder / "checkpoints"))
         reference = run.reference() if config.loss.kl_coef > 0 and state.step > 0 else None
         if reference is not None:
-            read_manifest(reference)  # refuses one that is gone
+            read_manifest(reference)  # raises if it is gone
             check_no_code(reference)
         return run
 
     def create(self, config: Config) -> None:
-        """Make the run directory this process's own. Nobody else may have gone on with it since `find`."""
+        """Lock the run directory; raises if another process has written to it since `find`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = lock(self.folder)
@@ -80,6 +81,7 @@ class Run:
                 )
             write_config(self.folder, config)
             if self.comes_from_another:
+                assert self.checkpoint is not None
                 Origin(self.checkpoint, self.reference()).write(self.folder)
             elif self.checkpoint is None:
                 (self.folder / _ORIGIN).unlink(missing_ok=True)
@@ -90,11 +92,11 @@ class Run:
         saved = latest(self.checkpoints) or latest(self.start)
         if saved is None:
             return "no checkpoint was written yet"
-        return f"the same command with run.name={self.folder.name} goes on from the last checkpoint, {saved}"
+        return f"to resume from {saved}: the same command with run.name={self.folder.name}"
 
     @property
     def last_row(self) -> int:
-        """The last step whose metrics stand; a run that begins writes its step 0 itself."""
+        """The last training step whose metrics are kept; a new run writes step 0."""
         return self.state.step or -1
 
     @property
@@ -114,12 +116,14 @@ class Run:
         return self.checkpoint is not None and _run_of(self.checkpoint) != self.folder.resolve()
 
     def reference(self) -> Path | None:
-        """The policy with which the run that the checkpoint belongs to began; None: the weights of `model`."""
+        """The policy that the checkpoint's run started from; None: the weights of `model`."""
+        assert self.checkpoint is not None
         folder = _run_of(self.checkpoint)
-        start, origin = folder / "start" / "step_0", Origin.read(folder)
-        return (
-            origin.reference if origin and origin.reference else start if start.is_dir() else None
-        )
+        origin = Origin.read(folder)
+        if origin is not None and origin.reference is not None:
+            return origin.reference
+        start = folder / "start" / "step_0"
+        return start if start.is_dir() else None
 
     def rollouts(self, step: int) -> Path:
         return self.latest_rollouts.with_name(f"step_{step}.safetensors")
@@ -150,7 +154,7 @@ class Origin:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """For its owner alone: a secret may stand where no key gives it away."""
+    """Readable by its owner only: a secret may be in a value that is not redacted."""
     path = folder / "config.yaml"
     path.touch(mode=0o600)
     path.chmod(0o600)
@@ -158,9 +162,9 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def lock(folder: Path) -> IO[str]:
-    """Hold the folder for as long as the file is open. The kernel lets go of it when the process ends, by kill -9 too.
+    """Hold the folder as long as the file is open; the kernel releases it when the process ends.
 
-    Children do not inherit it: Python's files close when another program is executed, and after a fork this one does.
+    Children do not inherit it: the file closes on exec, and after a fork below.
     """
     file = (folder / _LOCK).open("a+")
     try:
@@ -173,8 +177,14 @@ def lock(folder: Path) -> IO[str]:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
-    held = weakref.ref(file)
-    os.register_at_fork(after_in_child=lambda: held() and held().close())
+    reference = weakref.ref(file)
+
+    def close_in_child() -> None:
+        held = reference()
+        if held is not None:
+            held.close()
+
+    os.register_at_fork(after_in_child=close_in_child)
     return file
 
 
@@ -183,12 +193,12 @@ def _run_of(checkpoint: Path) -> Path:
 
 
 def check_not_newer(folder: Path, step: int) -> None:
-    """Checkpoints of a run that began elsewhere would be taken for its own, and its own be removed as older ones."""
+    """Newer checkpoints would be taken for this run's own, and its own be removed."""
     newest = latest(folder / "checkpoints")
     if newest is not None and read_manifest(newest)["step"] > step:
         raise CheckpointError(
-            f"{newest}: is ahead of step {step}, where run.resume lets this run begin; give another "
-            "run.name, or run.resume=auto to go on from it"
+            f"{newest}: is ahead of step {step}, where run.resume lets this run begin; give "
+            "another run.name, or run.resume=auto to resume from it"
         )
 
 
@@ -196,14 +206,12 @@ def where_to_resume(config: Config, folder: Path, resume: str) -> Path | None:
     """The checkpoint to start from, checked."""
     if resume == "never":
         return None
-    found = Path(resume)
+    found: Path | None = Path(resume)
     if resume == "auto":
         origin = Origin.read(folder)
-        found = (
-            latest(folder / "checkpoints")
-            or latest(folder / "start")
-            or (origin and origin.checkpoint)
-        )
+        found = latest(folder / "checkpoints") or latest(folder / "start")
+        if found is None and origin is not None:
+            found = origin.checkpoint
     if found is not None:
         ours = read_architecture(config.model.path).hf
         check_same_model(found, read_manifest(found)["model"], ours)
@@ -212,7 +220,7 @@ def where_to_resume(config: Config, folder: Path, resume: str) -> Path | None:
 
 
 def check_weights_fit(config: Config) -> None:
-    """Every tensor is there and has the shape that config.json gives it; only headers are read."""
+    """Every tensor exists with the shape that config.json implies; reads headers only."""
     if config.model.init != "hf":
         return
     reader = HFReader(config.model.path)

@@ -256,9 +256,9 @@ def test_bytes_of_a_shape(tmp_path, content):
 
 def test_the_fuzz_would_see_a_traceback(tmp_path, monkeypatch):
     """`answer` lets everything through but a refusal."""
-    monkeypatch.setattr("megastep.config.validate", lambda *_: 1 / 0)
+    monkeypatch.setattr("megastep.config.checks.validate", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         answer(CONFIG)
-    monkeypatch.setattr("megastep.config.validate", lambda *_: ["two\nlines"])
+    monkeypatch.setattr("megastep.config.checks.validate", lambda *_: ["two\nlines"])
     with pytest.raises(AssertionError):
         answer(CONFIG)

@@ -1,4 +1,4 @@
-"""Rollout files: what a foreign program, a full disk, a bad cable or another model makes of them. `replay` ends in one
+"""Rollout files: what a foreign program, a full disk, a bad cable or another model makes of them. `train --rollouts` ends in one
 line before anything is started; what is read is what was written."""
 
 import json
@@ -14,7 +14,7 @@ from megastep.config import load
 from megastep.errors import StoreError
 from megastep.samples import store
 from megastep.samples.store import COLUMNS, OPTIONAL, read, write
-from megastep.trainer.loop import read_batches
+from megastep.trainer.saved_rollouts import read_batches
 from megastep.types import Group, Step, Trajectory
 from tests.bad_input.harness import CONFIG, Accepted, check_lines, refused, run
 
@@ -89,17 +89,17 @@ def assemble(
     return path
 
 
-def replay(path, *settings, names=None) -> str:
+def train_on(path, *settings, names=None) -> str:
     """The line of a refusal, which names the file."""
     given = (f"run.dir={path.parent}/runs", "run.wandb=disabled", *settings)
-    (line,) = refused("replay", CONFIG, "--rollouts", path, *given, names=str(path))
+    (line,) = refused("train", CONFIG, "--rollouts", path, *given, names=str(path))
     assert names is None or names in line, line
     assert not (path.parent / "runs").exists()
     return line
 
 
 def unreadable(path, names="") -> None:
-    """`replay` for what only reading can tell, ten times as fast."""
+    """`train_on` for what only reading can tell, ten times as fast."""
     with pytest.raises(StoreError) as error:
         read(path)
     check_lines([f"error: {error.value}"], str(path))
@@ -109,7 +109,7 @@ def unreadable(path, names="") -> None:
 def accepted(path, *settings) -> None:
     with pytest.raises(Accepted):
         run(
-            "replay",
+            "train",
             CONFIG,
             "--rollouts",
             path,
@@ -154,7 +154,7 @@ CONTENTS = {
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
 def test_a_file_of_another_kind(tmp_path, content):
     (tmp_path / "f").write_bytes(content)
-    replay(tmp_path / "f")
+    train_on(tmp_path / "f")
 
 
 def test_what_is_not_a_file(tmp_path):
@@ -162,8 +162,8 @@ def test_what_is_not_a_file(tmp_path):
     os.symlink("loop", tmp_path / "loop")
     for path in (tmp_path / "none", tmp_path, tmp_path / "loop", tmp_path / ("x" * 300)):
         unreadable(path, names="cannot be read")
-    replay(tmp_path / "pipe", names="not a file")  # under a time limit
-    replay(tmp_path / "none", names="No such file")
+    train_on(tmp_path / "pipe", names="not a file")  # under a time limit
+    train_on(tmp_path / "none", names="No such file")
 
 
 @pytest.mark.parametrize("part", [0.001, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999])
@@ -171,14 +171,14 @@ def test_a_truncated_file(tmp_path, part):
     write(tmp_path / "f", rollouts())
     whole = (tmp_path / "f").read_bytes()
     (tmp_path / "f").write_bytes(whole[: int(part * len(whole))])
-    replay(tmp_path / "f")
+    train_on(tmp_path / "f")
 
 
 def test_a_file_with_something_behind_it(tmp_path):
     write(tmp_path / "f", rollouts())
     with open(tmp_path / "f", "ab") as file:
         file.write(b"12345")
-    replay(tmp_path / "f", names="5 bytes follow its last column")
+    train_on(tmp_path / "f", names="5 bytes follow its last column")
 
 
 # ---------------------------------------------------------------- headers with wrong types
@@ -228,7 +228,7 @@ def test_a_column_that_is_described_wrongly(tmp_path, name, description):
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_column_that_is_missing_or_of_another_type(tmp_path, name):
     columns = columns_of(rollouts())
-    replay(
+    train_on(
         assemble(
             tmp_path / "f",
             {n: c for n, c in columns.items() if n != name}
@@ -285,7 +285,7 @@ METADATA = {
 
 @pytest.mark.parametrize("change", METADATA.values(), ids=METADATA)
 def test_metadata_of_another_kind(tmp_path, change):
-    replay(assemble(tmp_path / "f", columns_of(rollouts()), metadata=change))
+    train_on(assemble(tmp_path / "f", columns_of(rollouts()), metadata=change))
 
 
 # ---------------------------------------------------------------- values that no rollout has
@@ -335,7 +335,7 @@ VALUES = {
 def test_values_that_no_rollout_has(tmp_path, change, names):
     columns = columns_of(rollouts())
     change(columns)
-    replay(assemble(tmp_path / "f", columns), names=names)
+    train_on(assemble(tmp_path / "f", columns), names=names)
 
 
 # ---------------------------------------------------------------- another model's, and what teaches nothing
@@ -365,7 +365,7 @@ FOREIGN = {
 @pytest.mark.parametrize("change, names", FOREIGN.values(), ids=FOREIGN)
 def test_c14_rollouts_of_another_model_end_in_one_line(tmp_path, change, names):
     write(tmp_path / "f", rollouts(**change))
-    line = replay(tmp_path / "f", names=names)
+    line = train_on(tmp_path / "f", names=names)
     assert "not of configs/models/chase: group 0, trajectory 0, step 0: " in line
 
 
@@ -376,7 +376,7 @@ def test_c14_experts_of_another_shape_end_in_one_line(tmp_path, shape):
     for s in (s for g in groups for t in g.trajectories for s in t.steps):
         s.routing = np.zeros((len(s) - 1, *shape), np.uint8)
     write(tmp_path / "f", groups)
-    line = replay(tmp_path / "f", names="the model has [tokens, 2 layers, top 2]")
+    line = train_on(tmp_path / "f", names="the model has [tokens, 2 layers, top 2]")
     assert line.endswith("(and 7 more)")
 
 
@@ -387,7 +387,7 @@ def test_c14_experts_do_not_matter_without_replay(tmp_path):
 
 def test_c14_steps_that_are_longer_than_a_micro_batch(tmp_path):
     write(tmp_path / "f", rollouts(prompt_ids=np.full(300, 5, np.int32), routing=None))
-    replay(
+    train_on(
         tmp_path / "f",
         "train.micro_batch_tokens=200",
         "routing_replay.enabled=false",
@@ -399,24 +399,24 @@ def test_c14_steps_that_are_longer_than_a_micro_batch(tmp_path):
 @pytest.mark.parametrize("estimator", ["grpo", "grpo_nostd", "rloo", "maxrl"])
 def test_a4_a_file_that_teaches_nothing(tmp_path, rewards, estimator):
     write(tmp_path / "f", rollouts(rewards))
-    line = replay(
+    line = train_on(
         tmp_path / "f",
         f"advantage.estimator={estimator}",
         names="nothing to learn from its 2 prompts",
     )
-    assert f"under advantage.estimator = {estimator} all of their advantages are 0" in line
+    assert f"under advantage.estimator = {estimator} all advantages are 0" in line
 
 
 def test_a_file_without_a_trajectory_to_train_on(tmp_path):
     write(tmp_path / "f", [])
-    replay(tmp_path / "f", names="nothing to train on: no trajectories")
+    train_on(tmp_path / "f", names="nothing to train on: no trajectories")
     groups = rollouts()
     for trajectory in (t for g in groups for t in g.trajectories):
         trajectory.stop_reason = "env_timeout"
     write(tmp_path / "f", groups)
-    replay(
+    train_on(
         tmp_path / "f",
-        names="nothing to train on: all 4 trajectories are dropped, the first because of env_timeout",
+        names="nothing to train on: all 4 trajectories are dropped, the first: env_timeout",
     )
 
 
@@ -427,14 +427,14 @@ def test_a4_prompts_that_teach_nothing_are_counted(tmp_path, capsys):
     assert len(read_batches(load(CONFIG, []), tmp_path / "f")) == 1
     told = capsys.readouterr().out
     assert (
-        f"{tmp_path}/f: nothing is learned from 1 of 2 prompts: under advantage.estimator = grpo"
+        f"{tmp_path}/f: 1 of 2 prompts train nothing: under advantage.estimator = grpo"
         in told
     )
 
 
 def test_rewards_that_the_estimator_refuses(tmp_path):
     write(tmp_path / "f", rollouts((1.0, -1.0)))
-    replay(
+    train_on(
         tmp_path / "f",
         "advantage.estimator=maxrl",
         names="maxrl: needs rewards of 0 or more, got -1.0",

@@ -54,7 +54,7 @@ def test_resolved_config_reads_back(tmp_path):
 # ---------------------------------------------------------------- paths
 
 
-@pytest.mark.parametrize("path", ["local", "sql", "search", "h100/qwen3-8b-apart"])
+@pytest.mark.parametrize("path", ["local", "sql", "search", "h100/qwen3-8b-disaggregated"])
 def test_configs_are_found_from_anywhere(path, tmp_path, monkeypatch):
     """Their models and data too: paths in a file are relative to it."""
     config = Path(f"configs/{path}.yaml").resolve()
@@ -224,7 +224,7 @@ def test_the_correction_follows_from_staleness():
 def test_shared_gpus_cannot_work_ahead():
     (line,) = problems("async.max_staleness=0.5", "cluster.colocate=true")
     assert line.startswith(
-        "async.max_staleness = 0.5: engines that share their GPUs with the policy cannot work"
+        "async.max_staleness = 0.5: colocated engines cannot generate while the policy trains"
     )
 
 
@@ -299,7 +299,7 @@ def test_shared_gpus_cannot_work_ahead():
         ("policy.recompute=[all]", "policy.recompute = ['all']: must be a list of full, core_attn"),
         (
             "optimizer.cpu_offload_fraction=0.5",
-            "optimizer.cpu_offload_fraction = 0.5: there is no GPU here to take it from",
+            "optimizer.cpu_offload_fraction = 0.5: there is no GPU here to offload from",
         ),
         (
             "optimizer.cpu_offload_fraction=1",
@@ -340,7 +340,7 @@ def test_shared_gpus_cannot_work_ahead():
         ("sync.backend=disk", "sync.backend = disk: must be one of auto, shm, nccl, ipc"),
         (
             "sync.backend=ipc",
-            "sync.backend = ipc: hands over memory of a shared GPU; needs cluster.colocate=true",
+            "sync.backend = ipc: shares memory of one GPU; needs cluster.colocate=true",
         ),
         ("cluster.cpus_per_process=-1", "cluster.cpus_per_process = -1.0: must be more than 0"),
         ("model.path=nowhere", "model.path: nowhere: no such folder"),
@@ -364,7 +364,7 @@ def test_shared_gpus_cannot_work_ahead():
         ("env.option.x=1", "env.option.x: unknown key; did you mean env.options?"),
         (
             "rollout.template=x",
-            "rollout.template = 'x': wrong type, dict[str, typing.Any] is needed",
+            "rollout.template = 'x': wrong type, dict[str, Any] is needed",
         ),
         ("run.wandb=maybe", "run.wandb = maybe: must be one of online, offline, disabled"),
     ],
@@ -447,8 +447,8 @@ def test_another_machine_may_have_more(monkeypatch):
 def test_colocated_engines_need_the_places_of_ranks():
     found = problems("cluster.colocate=true", "engine.num_engines=3")
     assert found == [
-        "engine.num_engines = 3: engines need count × tensor = 3 places, cluster.colocate=true offers them "
-        "the 2 of the policy's ranks"
+        "engine.num_engines = 3: engines need num_engines × tensor_parallel = 3 places, "
+        "cluster.colocate=true offers them the 2 of the policy's ranks"
     ]
 
 

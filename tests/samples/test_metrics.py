@@ -96,7 +96,7 @@ def test_s11_layout_metrics_before_and_after_merging():
     assert found["train/sharing_ratio"] == 2
     assert found["train/tokens_computed"] == 8 + 4  # padding, and a padding on the other rank
     assert found["train/packing_efficiency"] == 6 / 16
-    assert found["train/micro_batches"] == 1 and found["train/paddings"] == 1
+    assert found["train/micro_batches"] == 1 and found["train/padding_micro_batches"] == 1
     assert found["routing_replay/conflict_rate"] == 1.0  # A and B were recorded twice, differently
     assert found["routing_replay/free_fraction"] == 2 / 6
 
@@ -104,7 +104,7 @@ def test_s11_layout_metrics_before_and_after_merging():
 def test_s14_fillers_are_no_part_of_any_other_metric():
     samples = samples_of(group_of(trajectory(([A], [B, C]))))
     one, many = (layout_metrics(*reversed(lay_out(samples, ranks, 8)), 8) for ranks in (1, 5))
-    assert many["train/paddings"] == 4
+    assert many["train/padding_micro_batches"] == 4
     for name in (
         "sequences_before_merge",
         "tokens_before_merge",
@@ -116,4 +116,4 @@ def test_s14_fillers_are_no_part_of_any_other_metric():
 
 def test_layout_metrics_of_nothing():
     micro_batches, report = lay_out([], ranks=1, budget_tokens=8)
-    assert layout_metrics(report, micro_batches, 8)["train/paddings"] == 1
+    assert layout_metrics(report, micro_batches, 8)["train/padding_micro_batches"] == 1

@@ -132,7 +132,7 @@ def laid_out(folder, layout: dict = {}, **settings) -> list[list]:
         key.replace("__", "."): value for key, value in settings.items()
     }
     learner = Learner(cases.make_config(folder, layout, given), policy=None)
-    return learner.lay_out(conflicting_groups(prompts=3), "token")[0]
+    return learner.pack(conflicting_groups(prompts=3), "token")[0]
 
 
 def test_layout_settings_reach_the_micro_batches(models):
@@ -144,7 +144,7 @@ def test_layout_settings_reach_the_micro_batches(models):
         return [[len(m.trie) for m in batches] for batches in laid_out(folder, *given, **settings)]
 
     ((flat,),), ((merge,),), ((trie,),) = (
-        lengths(samples__layout=name) for name in ("flat", "merge", "trie")
+        lengths(train__pack_layout=name) for name in ("flat", "merge", "trie")
     )
     assert flat > merge > trie
     (small,) = lengths(train__micro_batch_tokens=64)
@@ -173,23 +173,21 @@ def test_the_softmax_keeps_as_many_rows_as_the_config_says(ranks, models):
 
 
 class Recorder:
-    """Stands for cluster.Policy, and writes down what it is asked."""
+    """A fake Policy that records its calls."""
 
     def __init__(self):
         self.begun, self.batches = [], []
 
-    def call(self, method: str, *arguments) -> None:
-        assert method == "begin"
+    def begin(self, *arguments) -> None:
         self.begun.append(arguments)
 
-    def scatter(self, method: str, by_data_rank: list) -> list:
-        assert method == "learn"
+    def learn(self, by_data_rank: list) -> list:
         (mini_batches,) = by_data_rank
         self.batches.append(
             [sorted({int(g) for m in batch for g in m.trie.loss.group}) for batch in mini_batches]
         )
         metrics = {"train/loss": float(len(self.batches)), "train/empty_mini_batches": 0.0}
-        return [[Update(metrics) for _ in mini_batches]]
+        return [Update(metrics) for _ in mini_batches]
 
 
 def test_a_warm_start_is_as_long_as_the_config_says(models):

@@ -7,11 +7,12 @@ import pytest
 
 from megastep.checkpoint.loop_state import LoopState
 from megastep.config import load
+from megastep.console import LiveLine
 from megastep.errors import RunFailed
 from megastep.rollout import stream
 from megastep.rollout.data import PromptStream
 from megastep.samples import store
-from megastep.trainer.loop import LiveLine, Loop
+from megastep.trainer.loop import Loop
 from megastep.trainer.rundir import Run
 from tests.rollout.test_stream import Episodes
 from tests.runs import LOCAL
@@ -40,9 +41,19 @@ class CutOff(Versioned):
         return trajectory
 
 
-class Policy(SimpleNamespace):
-    def call(self, method: str, *_) -> None:
-        self.calls.append(method)
+class Policy:
+    """Records the calls of the loop."""
+
+    def __init__(self, on_call=lambda method: None):
+        self.calls: list[str] = []
+        self.on_call = on_call
+
+    def __getattr__(self, method: str):
+        def call(*_) -> None:
+            self.calls.append(method)
+            self.on_call(method)
+
+        return call
 
 
 def make_loop(tmp_path, episodes: Episodes, *given: str, state=LoopState(0)) -> Loop:
@@ -55,7 +66,7 @@ def make_loop(tmp_path, episodes: Episodes, *given: str, state=LoopState(0)) -> 
     )
     cluster = SimpleNamespace(
         engines=SimpleNamespace(generate=None),
-        policy=Policy(calls=[]),
+        policy=Policy(),
         sync=lambda: 7,
         to_policy=lambda: None,
     )
@@ -64,7 +75,7 @@ def make_loop(tmp_path, episodes: Episodes, *given: str, state=LoopState(0)) -> 
     return loop
 
 
-async def held_out(prompts: list) -> list:
+async def held_out(prompts: list, on_trajectory) -> list:
     return prompts
 
 
@@ -126,7 +137,7 @@ def test_s5_x6_an_evaluation_that_was_under_way_is_made_again(evaluates, tmp_pat
         loop.begin([])
         assert loop.evaluation.is_running == evaluates
         if evaluates:
-            step, future = loop.evaluation._running
+            step, future = loop.evaluation._step, loop.evaluation._groups
             assert step == 2 and future.result() == ["held out"]
     assert loop.staleness.synced_versions == [
         3,
@@ -283,7 +294,7 @@ def test_what_happens_at_which_step(tmp_path, monkeypatch):
         learn=lambda groups: learned.append([g.id for g in groups]) or {}, policy=None
     )
     loop.log = SimpleNamespace(write=lambda step, metrics: rows.append((step, metrics)))
-    loop.cluster.policy.call = lambda method, *given: saved.append((method, loop.step))
+    loop.cluster.policy.on_call = lambda method: saved.append((method, loop.step))
     loop.cluster.sync = lambda: 0  # the version that the episodes have
     held_out_groups = asyncio.run(play_all(loop))
     loop.evaluation.pool = SimpleNamespace(run=evaluated(held_out_groups, loop, begun))
@@ -308,7 +319,7 @@ async def play_all(loop) -> list:
 
 
 def evaluated(groups: list, loop, begun: list):
-    async def run(prompts: list) -> list:
+    async def run(prompts: list, on_trajectory) -> list:
         assert prompts == ["held out"]
         begun.append(loop.step)
         return groups

@@ -13,7 +13,7 @@ from megastep import cli
 from megastep.checkpoint.manifest import latest, read_manifest
 from megastep.config import load
 from megastep.errors import RunFailed
-from megastep.report.writing import read_metrics
+from megastep.report.metrics_log import read_metrics
 from megastep.samples import store
 from megastep.trainer.loop import Loop
 from megastep.types import Group, Step, Trajectory
@@ -55,10 +55,10 @@ def rollout_of_turns(ids: range, turns: list[int]) -> list[Group]:
 
 
 @pytest.fixture(scope="module")
-def replayed(tmp_path_factory):
+def trained_on_saved(tmp_path_factory):
     """Two batches of six prompts, two prompts per optimizer step: one turn each, and 1 to 9 turns. Both step by step
     and as whole trajectories."""
-    folder = tmp_path_factory.mktemp("replayed")
+    folder = tmp_path_factory.mktemp("saved")
     file = folder / "rollouts.safetensors"
     store.write(
         file,
@@ -73,7 +73,7 @@ def replayed(tmp_path_factory):
         "optimizer.warmup_steps=0",
     )
     layouts = [
-        begin(megastep("replay", folder, layout, *given, f"train.pack_layout={layout}"))
+        begin(megastep("train", folder, layout, *given, f"train.pack_layout={layout}"))
         for layout in ("flat", "merge")
     ]
     for process in layouts:
@@ -82,19 +82,21 @@ def replayed(tmp_path_factory):
     return folder
 
 
-def test_s13_optimizer_steps_depend_on_prompts_alone(replayed):
-    single, many = read_metrics(replayed / "merge")
+def test_s13_optimizer_steps_depend_on_prompts_alone(trained_on_saved):
+    single, many = read_metrics(trained_on_saved / "merge")
     assert (single["turn/count"], many["turn/count"]) == (6 * 9, 6 * 45)
     assert single["train/optimizer_steps"] == many["train/optimizer_steps"] == 3
     assert many["train/tokens_trained"] == 6 * 45 * 4 and many["train/grad_norm"] > 0
-    manifest = read_manifest(replayed / "merge" / "checkpoints" / "step_2")
+    manifest = read_manifest(trained_on_saved / "merge" / "checkpoints" / "step_2")
     assert manifest["optimizer_steps"] == 6
-    assert "vllm" not in (replayed / "merge" / "log.txt").read_text()  # no engine was started
+    assert (
+        "vllm" not in (trained_on_saved / "merge" / "log.txt").read_text()
+    )  # no engine was started
 
 
-def test_s18_steps_and_whole_trajectories_make_the_same_updates(replayed, tmp_path):
+def test_s18_steps_and_whole_trajectories_make_the_same_updates(trained_on_saved, tmp_path):
     """Every prompt extends the one before, so a trajectory can be one sequence; six optimizer steps, losses of each."""
-    steps, whole = read_metrics(replayed / "flat"), read_metrics(replayed / "merge")
+    steps, whole = read_metrics(trained_on_saved / "flat"), read_metrics(trained_on_saved / "merge")
     assert [row["train/sequences_after_merge"] for row in steps] == [6 * 9, 6 * 45]
     assert [row["train/sequences_after_merge"] for row in whole] == [6 * 9, 6 * 9]
     for name in (
@@ -108,7 +110,8 @@ def test_s18_steps_and_whole_trajectories_make_the_same_updates(replayed, tmp_pa
             [r[name] for r in steps], [r[name] for r in whole], rtol=1e-4, atol=1e-6
         )
     one, two = (
-        exported(replayed / n / "checkpoints" / "step_2", tmp_path / n) for n in ("flat", "merge")
+        exported(trained_on_saved / n / "checkpoints" / "step_2", tmp_path / n)
+        for n in ("flat", "merge")
     )
     for name in one:
         np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=2e-5, err_msg=name)

@@ -3,7 +3,7 @@
 import pytest
 
 from megastep.config import load
-from megastep.trainer.loop import sift
+from megastep.samples.filters import apply
 from tests.runs import LOCAL
 from tests.samples.rollouts import group_of, trajectory
 
@@ -34,16 +34,16 @@ def equal_totals():
     ],
 )
 def test_a3_degenerate_is_what_the_configured_estimator_learns_nothing_from(key, settings, kept):
-    left, dropped = sift(equal_totals(), load(LOCAL, [f"filters.{key}=true", *settings]))
+    left, dropped = apply(equal_totals(), load(LOCAL, [f"filters.{key}=true", *settings]))
     assert len(left) == kept and len(dropped) == 2 * (1 - kept)
 
 
 def test_a3_supervised_training_has_no_degenerate_groups():
     settings = ["loss.type=nll", "filters.zero_variance=true"]
-    left, dropped = sift([group_of(trajectory(([A], [B])))], load(LOCAL, settings))
+    left, dropped = apply([group_of(trajectory(([A], [B])))], load(LOCAL, settings))
     assert len(left) == 1 and dropped == []
 
 
 def test_a3_without_the_filter_nothing_is_dropped():
-    left, dropped = sift(equal_totals(), load(LOCAL, []))
+    left, dropped = apply(equal_totals(), load(LOCAL, []))
     assert len(left) == 1 and dropped == []

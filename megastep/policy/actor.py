@@ -1,0 +1,190 @@
+"""The policy as Ray actors: one `PolicyRank` per rank, and `Policy`, which calls all of them.
+
+    policy = Policy(actors)
+    policy.start(backend)                       # process groups, model, optimizer
+    updates = policy.learn(by_data_rank)        # one optimizer step per mini-batch
+    version = policy.sync_weights(engines)
+
+Every call of `Policy` is collective: it runs on all ranks and returns when all have, or raises the
+first error.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from megastep.checkpoint.loop_state import LoopState
+from megastep.config import Config, LossConfig, OptimizerConfig
+from megastep.distributed.ports import free_port
+from megastep.distributed.processes import forks_end_with_us, send_output_to
+from megastep.errors import ClusterError, MegastepError
+from megastep.types import MicroBatch
+
+if TYPE_CHECKING:  # torch and Megatron are imported in the actors only
+    from megastep.policy.worker import Update
+
+# Ray probes a silent node five times, every three seconds, before it declares it dead.
+_DEATH_KNOWN_S = 30
+
+
+class PolicyRank:
+    """One rank: an actor around `PolicyWorker` and the sender of its weights."""
+
+    def __init__(self, config: Config, folder: str, log: str | None):
+        self.config = config
+        forks_end_with_us()
+        os.chdir(folder)
+        if log:
+            send_output_to(Path(log))
+        if not ray.get_gpu_ids():
+            os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks and engines share the cores
+
+    def where(self) -> tuple[str, list[str]]:
+        """The node and the GPUs of this actor."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def rendezvous_address(self) -> str:
+        return f"{ray.util.get_node_ip_address()}:{free_port()}"
+
+    def start(self, rank: int, address: str, backend: str) -> int:
+        """Join the process groups and build the model; returns the data-parallel rank."""
+        from megastep.distributed import parallel
+        from megastep.policy.worker import PolicyWorker
+        from megastep.sync.sender import Sender
+
+        config = self.config
+        parallel.start(config.policy.parallel, rank, config.policy.ranks, address)
+        self.worker = PolicyWorker(config)
+        self.sender = Sender(self.worker.chunks, self.worker.arch, config, backend)
+        return parallel.place().data
+
+    def call(self, method: str, *arguments) -> Any:
+        return getattr(self.worker, method)(*arguments)
+
+    def sync_weights(self, engines: list) -> int:
+        self.sender.send(engines, self.worker.step)
+        return self.worker.step
+
+
+class Policy:
+    """All ranks of the policy."""
+
+    def __init__(self, actors: list):
+        """Actor i is in bundle i; ranks are numbered by node and GPU."""
+        self._submitting = threading.Lock()
+        self._where = ray.get([actor.where.remote() for actor in actors])
+        self._order = node_by_node(self._where)
+        self.ranks = [actors[bundle] for bundle in self._order]
+
+    def start(self, backend: str) -> None:
+        address = ray.get(self.ranks[0].rendezvous_address.remote())
+        calls = [
+            actor.start.remote(rank, address, backend) for rank, actor in enumerate(self.ranks)
+        ]
+        self.data_ranks: list[int] = ray.get(calls)
+
+    # ------------------------------------------------------------ training
+
+    def begin(self, optimizer: OptimizerConfig, loss: LossConfig, optimizer_steps: int) -> None:
+        """Begin a stage of training: see PolicyWorker.begin."""
+        self._call("begin", optimizer, loss, optimizer_steps)
+
+    def learn(self, by_data_rank: list[list[list[MicroBatch]]]) -> "list[Update]":
+        """One optimizer step per mini-batch; by_data_rank[rank][mini-batch] are micro-batches."""
+        parts = [ray.put(part) for part in by_data_rank]
+        return self._on_all(lambda actor, data: actor.call.remote("learn", parts[data]))[0]
+
+    def sync_weights(self, engines: list) -> int:
+        """Send the weights to these engine actors; returns the weight version."""
+        return self._on_all(lambda actor, _: actor.sync_weights.remote(engines))[0]
+
+    # ------------------------------------------------------------ memory and checkpoints
+
+    def offload(self) -> None:
+        """Free the GPU memory that colocated engines need."""
+        self._call("offload")
+
+    def onload(self) -> None:
+        self._call("onload")
+
+    def save(self, root: Path, state: LoopState) -> None:
+        self._call("save", root, state)
+
+    def seal_written(self) -> None:
+        """Publish a background checkpoint whose files are complete; does not wait for one."""
+        self._call("seal_written")
+
+    def finish_saving(self) -> None:
+        self._call("finish_saving")
+
+    def load(self, checkpoint: Path) -> None:
+        self._call("load", checkpoint)
+
+    # ------------------------------------------------------------ calls
+
+    def _call(self, method: str, *arguments) -> list:
+        """`PolicyWorker.method` on every rank; arguments travel once per node."""
+        shared = [ray.put(argument) for argument in arguments]
+        return self._on_all(lambda actor, _: actor.call.remote(method, *shared))
+
+    def _on_all(self, submit: Callable[[Any, int], Any]) -> list:
+        """Results of all ranks.
+
+        Another thread sends weights to restarted engines. Calls are collective, so every rank must
+        receive the calls of both threads in one order.
+        """
+        with self._submitting:
+            calls = [submit(actor, data) for actor, data in zip(self.ranks, self.data_ranks)]
+        try:
+            return ray.get(calls)
+        except RayTaskError as error:
+            if not isinstance(error.cause, MegastepError):
+                raise_death(calls)
+            raise
+
+    # ------------------------------------------------------------ placement
+
+    def engine_place(self, engine: int, tensor_parallel: int) -> tuple[int, tuple[str, ...]]:
+        """Bundle and GPUs of a colocated engine: those of `tensor_parallel` consecutive ranks."""
+        bundles = self._order[engine * tensor_parallel : (engine + 1) * tensor_parallel]
+        if len({self._where[bundle][0] for bundle in bundles}) > 1:
+            raise ClusterError(
+                f"engine.tensor_parallel = {tensor_parallel}: the GPUs of engine {engine} are on "
+                "several nodes"
+            )
+        return bundles[0], tuple(gpu for bundle in bundles for gpu in self._where[bundle][1])
+
+    def check_nodes_alive(self) -> None:
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        lost = [r for r, bundle in enumerate(self._order) if self._where[bundle][0] not in alive]
+        if lost:
+            ranks = ", ".join(map(str, lost))
+            raise ClusterError(f"the node of the policy's rank(s) {ranks} is lost")
+
+
+def raise_death(calls: list) -> None:
+    """Raise RayActorError if a rank has died.
+
+    Its peers fail in collective calls some seconds before Ray reports the cause.
+    """
+    ended, _ = ray.wait(calls, num_returns=len(calls), timeout=_DEATH_KNOWN_S)
+    for call in ended:
+        with suppress(RayTaskError):
+            ray.get(call)
+
+
+def node_by_node(where: list[tuple[str, list[str]]]) -> list[int]:
+    """Bundles ordered by node, then by GPU; GPU ids are numbers, or names of GPU instances."""
+
+    def key(bundle: int):
+        node, gpus = where[bundle]
+        return node, [(len(gpu), gpu) for gpu in gpus], bundle
+
+    return sorted(range(len(where)), key=key)
