@@ -19,6 +19,7 @@ SEAMS = {
     "megastep/sync/receiver.py": "the same in vLLM's workers",
     "megastep/rollout/engine.py": "the GPUs of an engine",
     "megastep/config/": "the backend of a placement, and what needs a GPU",
+    "tools/gen_docs.py": "nothing: names requirements",
     "megastep/plan/": "nothing: estimates for GPUs",
     "megastep/cli.py": "nothing: plans for GPUs",
     "megastep/conversion/commands.py": "the CPU, always",

@@ -74,7 +74,7 @@ def test_import_then_train_equals_loading_the_weights(name, world, layout, ranks
     folder, _ = models(name)
     assert convert("import", folder, tmp_path / "ckpt").returncode == 0
     arguments = dict(folder=folder, layout=layout, steps=2)
-    imported = ranks(world).run(cases.load_and_go_on, checkpoint=tmp_path / "ckpt", **arguments)
+    imported = ranks(world).run(cases.load_and_continue, checkpoint=tmp_path / "ckpt", **arguments)
     direct = ranks(world).run(cases.take_steps, **arguments)
     assert imported == direct
 

@@ -1,4 +1,4 @@
-"""Shapes of models that do not fit here: every rank is built on the meta device, and the tables cover all of it."""
+"""Large models: every rank is built on the meta device, and the mapping covers all parameters."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ BIG = {
 
 
 @pytest.mark.parametrize("name", BIG)
-def test_tables_cover_every_parameter_of_every_rank_exactly_once(name):
+def test_the_mapping_covers_every_parameter_of_every_rank_exactly_once(name):
     size, world, layout = BIG[name]
     arch = read_architecture(f"configs/models/{name}")
     mappings = param_mappings(arch)
@@ -53,8 +53,8 @@ def test_tables_cover_every_parameter_of_every_rank_exactly_once(name):
     assert total == pytest.approx(size, rel=0.01)
 
 
-def test_a_gpu_is_not_used_for_shapes(monkeypatch):
-    """Megatron would name it, or the CPU, as the device of Transformer Engine's layers."""
+def test_shapes_do_not_need_the_gpu(monkeypatch):
+    """Megatron would pass it, or the CPU, as the device of Transformer Engine's layers."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     arch = read_architecture("configs/models/qwen3-8b")
     with parallel.imagined(ParallelConfig(), 0, 1), torch.device("meta"):
