@@ -152,7 +152,7 @@ def test_tokenizer_and_config_are_copied(models, tmp_path):
             ("import", "configs/models/tiny-qwen3-moe", "{tmp}"),
             "{tmp}: is not empty; give a new folder",
         ),
-        (("export", "{tmp}", "{tmp}/out"), "{tmp}: no megastep.json: not a checkpoint of megastep"),
+        (("export", "{tmp}", "{tmp}/out"), "{tmp}: no megastep.json: not a megastep checkpoint"),
         (("export", "{tmp}/none", "{tmp}/out"), "{tmp}/none: no such checkpoint"),
         (("import", "{tmp}/unknown", "{tmp}/out"), "unknown architecture model_type='gpt9'"),
     ],
