@@ -13,6 +13,7 @@ import megastep
 from megastep import cli
 from megastep.config import Config, load, paths, to_yaml
 from megastep.errors import ConfigError
+from tests.bad_input.harness import refused
 
 LOCAL = "configs/local.yaml"
 TINY = Path("configs/models/tiny-qwen3-moe/config.json")
@@ -373,6 +374,26 @@ def test_each_mistake_has_its_line(override, message):
     assert any(p.startswith(message) or message in p for p in problems(override)), problems(
         override
     )
+
+
+ESTIMATORS = "grpo, grpo_nostd, rloo, maxrl, step_returns, gigpo"
+
+
+@pytest.mark.parametrize(
+    "command", [["train"], ["plan"], ["rollout", "--out", "x.safetensors"], ["eval"], ["config"]]
+)
+@pytest.mark.parametrize(
+    "estimator, reason",
+    [
+        ("ppo", f"must be one of {ESTIMATORS}"),
+        ("gae", "temporal estimators give per-token values across steps, which one advantage"),
+        ("reinforce++", "temporal estimators give per-token values across steps"),
+    ],
+)
+def test_s4_every_command_rejects_an_unknown_estimator(estimator, reason, command):
+    (line,) = refused(command[0], LOCAL, *command[1:], f"advantage.estimator={estimator}")
+    assert line.startswith(f"error: advantage.estimator = {estimator}: {reason}")
+    assert line.endswith(ESTIMATORS)
 
 
 def test_expert_gradients_would_be_summed_over_the_wrong_ranks():
