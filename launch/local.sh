@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains with configs/local.yaml on this machine, without a GPU.
+# Trains configs/local.yaml on this machine, without a GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -8,9 +8,9 @@ case "${1:-}" in
     cat <<'USAGE'
 usage: launch/local.sh [key=value ...]
 
-Trains with configs/local.yaml on this machine; no GPU is needed. The first run
-installs what it needs into .venv (3.8 GB, about three minutes). Each key=value
-overrides an entry of the config. Paths are relative to the project's root.
+Trains configs/local.yaml on this machine, without a GPU. The first run installs
+into .venv (3.8 GB, about three minutes). Each key=value overrides an entry of the
+config. Paths are relative to the project's root.
 USAGE
     exit 0
     ;;

@@ -1,9 +1,9 @@
-"""The training task of slurm.sbatch: checks the config, waits until Ray is on every node, becomes `megastep train`.
+"""The training task of slurm.sbatch: check the config, wait for Ray, exec `megastep train`.
 
     python launch/slurm_train.py CONFIG [key=value ...]
 
-It is the same process all the way, whose number is in $MEGASTEP_LOGS/train.pid, for SIGTERM; run.name and run.folder
-there say what it trains. Exit code 2: a mistake in the config or a variable; 1: nodes that did not come.
+The process stays the same; its pid is in $MEGASTEP_LOGS/train.pid, for SIGTERM, next to run.name
+and run.folder. Exit code 2: a mistake in the config or a variable; 1: a node without Ray.
 """
 
 import os
@@ -24,14 +24,13 @@ def main(config: str, *overrides: str) -> int:
     try:
         timeout_s = float(seconds)
     except ValueError:
-        return refuse(
-            [f"MEGASTEP_NODES_TIMEOUT_S = {seconds}: must be a number, of seconds"], exit_code=2
-        )
+        problem = f"MEGASTEP_NODES_TIMEOUT_S = {seconds}: must be a number of seconds"
+        return report([problem], exit_code=2)
     try:
         run = load(config, list(overrides)).run
     except ConfigError as error:
-        return refuse(error.problems, exit_code=2)
-    # The number of a job stays the same when it is requeued, so its run is found again.
+        return report(error.problems, exit_code=2)
+    # A requeued job keeps its number, and so its run.
     name = run.name or f"{Path(config).stem}-{os.environ['SLURM_JOB_ID']}"
     (logs / "run.name").write_text(name)
     (logs / "run.folder").write_text(str(Path.cwd() / run.dir / name))
@@ -39,33 +38,31 @@ def main(config: str, *overrides: str) -> int:
     hosts = os.environ["MEGASTEP_HOSTS"].split()
     missing = await_nodes(hosts, os.environ["RAY_ADDRESS"], timeout_s)
     if missing:
-        return refuse(
-            [
-                f"{host}: no Ray there after {timeout_s:g} s (MEGASTEP_NODES_TIMEOUT_S); what it said is in "
-                f"{logs}/{hosts.index(host)}.log"
-                for host in missing
-            ],
-            exit_code=1,
-        )
+        timeout = f"{timeout_s:g} s (MEGASTEP_NODES_TIMEOUT_S)"
+        problems = [
+            f"{host}: no Ray after {timeout}; logs: {logs}/{hosts.index(host)}.log"
+            for host in missing
+        ]
+        return report(problems, exit_code=1)
     command = ["megastep", "train", config, *overrides, f"run.name={name}"]
     sys.stdout.flush()
     os.execvp(command[0], command)
 
 
-def refuse(problems: list[str], exit_code: int) -> int:
+def report(problems: list[str], exit_code: int) -> int:
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return exit_code
 
 
 def await_nodes(hosts: list[str], address: str, timeout_s: float) -> list[str]:
-    """Those that Ray does not run on by then."""
+    """The hosts without Ray at the timeout."""
     deadline = time.monotonic() + timeout_s
     missing = hosts
     while missing and time.monotonic() < deadline:
         if is_open(address):
-            there = nodes_of_ray(address)
-            missing = [host for host in hosts if host not in there]
+            running = nodes_of_ray(address)
+            missing = [host for host in hosts if host not in running]
         if missing:
             time.sleep(POLL_S)
     return missing
@@ -81,7 +78,7 @@ def is_open(address: str) -> bool:
 
 
 def nodes_of_ray(address: str) -> set[str]:
-    """Names of the nodes that are alive. Not through `ray.init`: for a driver Ray starts a process per CPU."""
+    """Names of the live nodes. Not through `ray.init`, which starts a process per CPU."""
     from ray._raylet import GcsClient
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
 

@@ -1,10 +1,32 @@
 #!/usr/bin/env bash
-# Runs all tests, in two workers; or what the arguments, which go to pytest, say. Paths: from the project's root.
+# Lint, types and tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+case "${1:-}" in
+-h | --help)
+    cat <<'USAGE'
+usage: launch/test.sh [--fast | PYTEST_ARGUMENT ...]
+
+  (no argument)     ruff, mypy and the whole suite, in two workers
+  --fast            ruff, mypy and the tests without Ray, vLLM and Slurm: under three minutes
+  PYTEST_ARGUMENT   pytest with these arguments, such as: tests/samples -k s13
+USAGE
+    exit 0
+    ;;
+esac
+
 launch/setup.sh
-# One thread per process: the ranks and the engine share the cores.
+# One thread per process: ranks and engines share the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-if (($# == 0)); then set -- --numprocesses=2; fi
-exec .venv/bin/python -m pytest "$@"
+
+if (($#)) && [[ "$1" != --fast ]]; then
+    exec .venv/bin/python -m pytest "$@"
+fi
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy
+if [[ "${1:-}" == --fast ]]; then
+    exec .venv/bin/python -m pytest --numprocesses=2 -m "not cluster and not slow" "${@:2}"
+fi
+exec .venv/bin/python -m pytest --numprocesses=2

@@ -389,7 +389,7 @@ def _override(key: str, value: object) -> str:
 
 
 def _view(args: argparse.Namespace) -> int:
-    from megastep.report.writing import write_report, write_rollout_report
+    from megastep.report.run_report import write_report, write_rollout_report
 
     try:
         is_run = args.path.is_dir() or not args.path.exists()

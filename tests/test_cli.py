@@ -27,7 +27,7 @@ COMMANDS = [
     (["eval", CONFIG], "megastep.trainer.collect.evaluate"),
     (["config", CONFIG], "megastep.config.listing.resolved_text"),
     (["plan", CONFIG], "megastep.models.folder.check_readable"),
-    (["view", "runs"], "megastep.report.writing.write_report"),
+    (["view", "runs"], "megastep.report.run_report.write_report"),
 ]
 RUNS = COMMANDS[:4]
 

@@ -1,5 +1,4 @@
-"""S17: what the recipes' pages say can be typed: their configs load, and so do their commands' settings. D5: so do
-those of the pages about clusters."""
+"""S17: configs and commands of the recipe pages are valid. D5: also those of the cluster pages."""
 
 import re
 import shlex
@@ -12,8 +11,8 @@ from megastep.config import load
 
 PAGES = sorted(page for page in Path("configs/recipes").glob("*.md") if page.stem != "h100")
 H100 = sorted(Path("configs/h100").glob("qwen*.yaml"))
-SHAPE = "configs/models/qwen3-30b-a3b"  # of the model that the pages name
-ON_CLUSTERS = ("README.md", "configs/recipes/h100.md", "launch/clusters.md")
+SHAPE = "configs/models/qwen3-30b-a3b"  # the model that the pages name
+ON_CLUSTERS = ("README.md", "configs/recipes/h100.md", "docs/clusters.md")
 
 
 def test_every_recipe_has_a_page():
@@ -27,7 +26,7 @@ def test_commands_of_a_page(page):
         words for words in map(shlex.split, commands) if words[0] in ("train", "eval", "rollout")
     ]
     assert {words[0] for words in with_config} >= {"train", "eval"}
-    for command, config, *rest in with_config:
+    for _, config, *rest in with_config:
         assert Path(config).stem == page.stem
         load(config, [word for word in rest if "=" in word])
 
@@ -54,8 +53,8 @@ def test_columns_of_a_page(page):
 
 
 @pytest.mark.parametrize("page", ON_CLUSTERS)
-def test_d5_settings_of_commands_for_clusters_are_not_refused(page):
-    """With the shape of the model in place of its weights, which are not here."""
+def test_d5_settings_of_cluster_commands_are_valid(page):
+    """With the shape of the model in place of its weights."""
     lines = Path(page).read_text().replace("\\\n", "").splitlines()
     trains = re.compile(r"^\$ .*\b(?:megastep train|launch/slurm\.sbatch|launch/ray_job\.sh) (.+)")
     commands = [found[1].split() for line in lines if (found := trains.search(line))]
@@ -70,39 +69,37 @@ def test_d5_settings_of_commands_for_clusters_are_not_refused(page):
         )
 
 
-def test_d5_there_are_recipes_for_these_models_colocated_and_apart():
+def test_d5_every_model_has_a_colocated_and_a_disaggregated_recipe():
     nodes = {"qwen3-8b": 1, "qwen3-32b": 1, "qwen3-30b-a3b": 2, "qwen3-235b-a22b": 16}
     found = {path.stem: load(path, has_cuda=True) for path in H100}
-    assert set(found) == set(nodes) | {f"{name}-apart" for name in nodes}
+    assert set(found) == set(nodes) | {f"{name}-disaggregated" for name in nodes}
     for stem, config in found.items():
-        apart = stem.endswith("-apart")
-        assert config.cluster.colocate != apart
+        disaggregated = stem.endswith("-disaggregated")
+        assert config.cluster.colocate != disaggregated
         gpus = config.policy.ranks + (
-            config.engine.num_engines * config.engine.tensor_parallel if apart else 0
+            config.engine.num_engines * config.engine.tensor_parallel if disaggregated else 0
         )
-        assert gpus == 8 * nodes[stem.removesuffix("-apart")]
-        assert (
-            config.engine.tensor_parallel <= 8 and config.policy.parallel.tensor <= 8
-        )  # inside a node
-        assert Path(config.model.path).name == stem.removesuffix("-apart")
+        assert gpus == 8 * nodes[stem.removesuffix("-disaggregated")]
+        # Tensor parallelism stays inside a node.
+        assert config.engine.tensor_parallel <= 8 and config.policy.parallel.tensor <= 8
+        assert Path(config.model.path).name == stem.removesuffix("-disaggregated")
 
 
 @pytest.mark.parametrize("path", H100, ids=lambda path: path.stem)
-def test_d5_a_recipe_has_its_places_on_nodes_of_8_gpus_and_96_cores(path, monkeypatch):
-    """Where Adam works on the CPU, with threads enough to matter."""
+def test_d5_recipe_fits_nodes_of_8_gpus_and_96_cores(path, monkeypatch):
+    """With enough threads where Adam runs on the CPU."""
     from megastep.cluster import Cluster, check_capacity
 
     monkeypatch.setattr(Cluster, "has_gpu", True)
     config = load(path, has_cuda=True)
     bundles = Cluster(config)._bundles()
-    check_capacity(
-        bundles, [{"GPU": 8, "CPU": 96}] * (round(sum(bundle["GPU"] for bundle in bundles)) // 8)
-    )
+    nodes = round(sum(bundle["GPU"] for bundle in bundles)) // 8
+    check_capacity(bundles, [{"GPU": 8, "CPU": 96}] * nodes)
     assert config.cluster.cpus_per_process >= (5 if config.optimizer.cpu_offload_fraction else 1)
 
 
 @pytest.mark.parametrize("path", H100, ids=lambda path: path.stem)
-def test_x8_a_recipe_fits_and_its_table_is_on_the_page(path):
+def test_x8_recipe_fits_and_its_table_is_on_the_page(path):
     from megastep.plan.planning import make_plan
     from megastep.plan.table import text
 
@@ -110,5 +107,5 @@ def test_x8_a_recipe_fits_and_its_table_is_on_the_page(path):
     assert not plan.troubles()
     page = Path("configs/recipes/h100.md").read_text()
     assert f"$ megastep plan {path}\n{text(plan)}\n```" in page, (
-        f"megastep plan {path} says something else now"
+        f"megastep plan {path} prints another table"
     )

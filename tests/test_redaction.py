@@ -17,7 +17,7 @@ import yaml
 from megastep import redaction
 from megastep.config import load, paths, to_yaml
 from megastep.errors import ConfigError
-from megastep.report.writing import MetricsLog, _wandb_id
+from megastep.report.metrics_log import MetricsLog, _wandb_id
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env, Outcome
@@ -273,7 +273,7 @@ LOG_A_ROW = f"""
 import sys
 from pathlib import Path
 from megastep.config import load
-from megastep.report.writing import MetricsLog
+from megastep.report.metrics_log import MetricsLog
 
 config = load({LOCAL!r}, ["run.wandb_project=mine", "env.options.password={SECRET}"])
 with MetricsLog.of_run(Path(sys.argv[1]), -1, config) as log:

@@ -42,7 +42,7 @@ warnings.filterwarnings("ignore")
 from megastep.cluster import Cluster
 from megastep.config import Config, load
 from megastep.envs.chase import Chase
-from megastep.report.writing import MetricsLog, read_metrics
+from megastep.report.metrics_log import MetricsLog, read_metrics
 from megastep.rollout.env import find_env
 from megastep.rollout.stream import GroupStream
 from megastep.rollout.task import Task

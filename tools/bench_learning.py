@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megastep.report.writing import read_metrics
+from megastep.report.metrics_log import read_metrics
 
 BAR = 0.05
 WAYS = {"synchronous": 0, "asynchronous": 1}  # async.max_staleness

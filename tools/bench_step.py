@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from megastep.report.writing import read_metrics
+from megastep.report.metrics_log import read_metrics
 
 PARTS = ("rollout", "layout", "update", "sync")
 BAR = 0.05

@@ -1,8 +1,8 @@
-"""report.html: one file that needs nothing else. No scripts, no links; a policy in the page forbids both."""
+"""report.html: self-contained. No scripts, no links; the page's security policy forbids both."""
 
 import base64
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ from megastep.report.meanings import MEANINGS, meaning_of
 from megastep.report.tokens import (
     SHADES,
     SHADES_PER_NAT,
-    Speller,
+    TokenDecoder,
     prompt_html,
     response_html,
     visible,
@@ -22,9 +22,9 @@ from megastep.samples.prefix import common_prefix
 from megastep.types import Group, Step, Trajectory
 
 TRAJECTORIES = 12
-TOKENS = 40_000  # of all trajectories on the page; it stays below some megabytes
-STEP_TOKENS = 2_000  # of one prompt or response: as many of its beginning and end
-TOLD_CHARACTERS = 120  # of one thing that an environment reports
+TOKENS = 40_000  # of all trajectories on the page, which keeps it to a few megabytes
+STEP_TOKENS = 2_000  # shown of the beginning, and of the end, of one prompt or response
+ENV_METRIC_CHARACTERS = 120  # shown of one value that an environment reports
 HEADLINES = (
     "reward/success",
     "eval/success",
@@ -54,15 +54,20 @@ HIGHER_IS_BETTER = (
 LOWER_IS_BETTER = ("mismatch/", "routing_replay/conflict_rate", "time/")
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 1180px; margin: 2em auto; padding: 0 1em }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 1180px; margin: 2em auto;
+       padding: 0 1em }
 h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em } img { max-width: 100% }
-table { border-collapse: collapse } td, th { padding: .15em .9em .15em 0; text-align: left; white-space: nowrap }
-th { color: #667; font-weight: 600 } td.number { text-align: right; font-variant-numeric: tabular-nums }
-tr + tr td { border-top: 1px solid #eceef2 } small, .note { color: #667 } .bad { color: #b00020; font-weight: 600 }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3em 0; padding: .5em .7em; border-radius: 5px;
-      font: 13px/1.6 ui-monospace, monospace }
+table { border-collapse: collapse }
+td, th { padding: .15em .9em .15em 0; text-align: left; white-space: nowrap }
+th { color: #667; font-weight: 600 }
+td.number { text-align: right; font-variant-numeric: tabular-nums }
+tr + tr td { border-top: 1px solid #eceef2 } small, .note { color: #667 }
+.bad { color: #b00020; font-weight: 600 }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3em 0; padding: .5em .7em;
+      border-radius: 5px; font: 13px/1.6 ui-monospace, monospace }
 pre.prompt { background: #f3f5f8 } pre.response { border: 1px solid #d5dae2 }
-details.trajectory { border: 1px solid #d5dae2; border-radius: 7px; padding: .5em .9em; margin: .7em 0 }
+details.trajectory { border: 1px solid #d5dae2; border-radius: 7px; padding: .5em .9em;
+                     margin: .7em 0 }
 details.trajectory > summary { cursor: pointer } .turn { margin: .8em 0 0 1em }
 .success { color: #1a7f37; font-weight: 600 } .failure { color: #b3541e; font-weight: 600 }
 .special { color: #6b3fa0; font-weight: 600; margin: 0 .15em }
@@ -73,17 +78,17 @@ details.trajectory > summary { cursor: pointer } .turn { margin: .8em 0 0 1em }
 
 
 @dataclass
-class Played:
-    """Saved rollouts, with what is needed to show them."""
+class SavedRollouts:
+    """Groups of a rollout file, and the decoder that shows them."""
 
     groups: list[Group] = field(default_factory=list)
     source: str = ""
-    speller: Speller = field(default_factory=Speller)
+    decoder: TokenDecoder = field(default_factory=TokenDecoder)
     problems: list[str] = field(default_factory=list)  # why something is missing
 
 
 def render(
-    name: str, config: dict, rows: list[dict], curves_png: bytes | None, played: Played
+    name: str, config: dict, rows: list[dict], curves_png: bytes | None, rollouts: SavedRollouts
 ) -> str:
     body = [
         f"<h1>{visible(name)}</h1>",
@@ -92,13 +97,13 @@ def render(
         *_metrics(rows),
         *_curves(curves_png),
         "<h2>Trajectories</h2>",
-        *_trajectories(played),
+        *_trajectories(rollouts),
     ]
-    forbids = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{forbids}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             f"<title>{visible(name)}</title><style>{STYLE}</style></head><body>",
             *body,
             "</body></html>\n",
@@ -113,8 +118,8 @@ def _curves(png: bytes | None) -> list[str]:
     return ["<h2>Curves</h2>", f'<img alt="curves" src="data:image/png;base64,{picture}">']
 
 
-def setting(config: dict, section: str, key: str):
-    """Of a config that may be incomplete, or hold anything."""
+def setting(config: dict, section: str, key: str) -> str | int | float | None:
+    """A value of a config that was not validated."""
     found = config.get(section)
     value = found.get(key) if isinstance(found, dict) else None
     return value if isinstance(value, (str, int, float)) else None
@@ -123,20 +128,18 @@ def setting(config: dict, section: str, key: str):
 def _facts(config: dict, rows: list[dict]) -> str:
     last = max((row["step"] for row in rows), default=None)
     planned = setting(config, "train", "steps")
+    progress = f"{last} of {planned}" if last and planned else last or None
     facts = {
         "model": setting(config, "model", "path"),
         "environment": setting(config, "env", "name"),
-        "loss": setting(config, "loss", "kind"),
+        "loss": setting(config, "loss", "type"),
         "seed": setting(config, "train", "seed"),
-        "steps": f"{last} of {planned}"
-        if last and planned
-        else last or None,  # an evaluation has none
+        "training steps": progress,  # an evaluation has none
     }
+    given = {name: value for name, value in facts.items() if value is not None}
     return (
         "<p>"
-        + " · ".join(
-            f"{name} <b>{visible(str(v))}</b>" for name, v in facts.items() if v is not None
-        )
+        + " · ".join(f"{name} <b>{visible(str(value))}</b>" for name, value in given.items())
         + "</p>"
     )
 
@@ -145,7 +148,7 @@ def _facts(config: dict, rows: list[dict]) -> str:
 
 
 def _metrics(rows: list[dict]) -> Iterator[str]:
-    """A table of the most important ones, and one of the others to be opened."""
+    """A table of the headline metrics, and a folded one of the others."""
     order = {name: i for i, name in enumerate(MEANINGS)}
     names = sorted(
         {name for row in rows for name in row} - {"step"},
@@ -163,26 +166,30 @@ def _metrics(rows: list[dict]) -> Iterator[str]:
 
 def _table(metrics: dict[str, Series]) -> str:
     head = "<tr><th>metric</th><th>first</th><th>last</th><th>best</th><th>from – to</th></tr>"
-    return f'<table class="metrics">{head}{"".join(_row(name, points) for name, points in metrics.items())}</table>'
+    body = "".join(_row(name, points) for name, points in metrics.items())
+    return f'<table class="metrics">{head}{body}</table>'
 
 
 def _row(name: str, points: Series) -> str:
     finite = [(step, value) for step, value in points if math.isfinite(value)]
-    better = (
-        max
-        if name.startswith(HIGHER_IS_BETTER)
-        else min
-        if name.startswith(LOWER_IS_BETTER)
-        else None
-    )
-    best = _cell(*better(finite, key=lambda point: point[1])) if better and finite else "<td></td>"
     values = [value for _, value in finite]
     spread = f"{_number(min(values))} – {_number(max(values))}" if values else ""
     missing = len(points) - len(finite)
     spread += f' <span class="bad">{missing} not finite</span>' if missing else ""
     title = visible(meaning_of(name) or "")
     metric = f'<td title="{title}">{visible(name)}</td>'
-    return f"<tr>{metric}{_cell(*points[0])}{_cell(*points[-1])}{best}<td>{spread}</td></tr>"
+    first = _cell(*points[0])
+    last = _cell(*points[-1])
+    return f"<tr>{metric}{first}{last}{_best(name, finite)}<td>{spread}</td></tr>"
+
+
+def _best(name: str, finite: Series) -> str:
+    """Empty for a metric of which neither more nor less is better."""
+    if finite and name.startswith(HIGHER_IS_BETTER):
+        return _cell(*max(finite, key=lambda point: point[1]))
+    if finite and name.startswith(LOWER_IS_BETTER):
+        return _cell(*min(finite, key=lambda point: point[1]))
+    return "<td></td>"
 
 
 def _cell(step: int, value: float) -> str:
@@ -196,24 +203,25 @@ def _number(value: float) -> str:
 # ---------------------------------------------------------------- trajectories
 
 
-def _trajectories(played: Played) -> Iterator[str]:
-    yield from (f'<p class="note">{visible(problem)}</p>' for problem in played.problems)
-    if not played.groups:
+def _trajectories(rollouts: SavedRollouts) -> Iterator[str]:
+    yield from (f'<p class="note">{visible(problem)}</p>' for problem in rollouts.problems)
+    if not rollouts.groups:
         yield '<p class="note">No rollouts were saved.</p>'
         return
-    total = sum(len(group.trajectories) for group in played.groups)
-    shown = list(_chosen(played.groups))
+    total = sum(len(group.trajectories) for group in rollouts.groups)
+    shown = list(_chosen(rollouts.groups))
     yield (
-        f'<p class="note">{len(shown)} of the {total} trajectories in {visible(played.source)}, '
+        f'<p class="note">{len(shown)} of the {total} trajectories in {visible(rollouts.source)}, '
         "the best and the worst of each prompt.</p>"
     )
     yield _legend()
-    yield from (_trajectory(t, played.speller, is_open=i == 0) for i, t in enumerate(shown))
+    yield from (_trajectory(t, rollouts.decoder, is_open=i == 0) for i, t in enumerate(shown))
 
 
 def _chosen(groups: list[Group]) -> Iterator[Trajectory]:
-    """Of each group the best and the worst, as long as the page has room for one more."""
-    count = tokens = 0
+    """The best and the worst trajectory of each group, up to TRAJECTORIES or TOKENS."""
+    count = 0
+    tokens = 0
     for group in groups:
         ordered = sorted(group.trajectories, key=lambda t: -t.reward)
         for trajectory in ordered[:1] + ordered[1:][-1:]:
@@ -232,48 +240,51 @@ def _legend() -> str:
         f"<p>Response tokens by the logprob they were sampled with: {shades}. "
         '<span class="untrained">Underlined</span>: not trained on. '
         '<span class="special">Violet</span>: special tokens. ▫: the beginning of a character. '
-        "Point at a token for its id, logprob, policy version and experts.</p>"
+        "Hover over a token for its id, logprob, weight version and routed experts.</p>"
     )
 
 
-def _trajectory(trajectory: Trajectory, speller: Speller, is_open: bool) -> str:
-    success = succeeded(trajectory)
-    told = ", ".join(
-        f"{name} {value}"[:TOLD_CHARACTERS] for name, value in trajectory.env_metrics.items()
+def _trajectory(trajectory: Trajectory, decoder: TokenDecoder, is_open: bool) -> str:
+    outcome = "success" if succeeded(trajectory) else "failure"
+    env_metrics = ", ".join(
+        f"{name} {value}"[:ENV_METRIC_CHARACTERS] for name, value in trajectory.env_metrics.items()
     )
     turns = len(trajectory.steps)
     heading = (
         f"prompt {trajectory.group_id}, sample {trajectory.index}: "
-        f'<span class="{"success" if success else "failure"}">reward {trajectory.reward:g}</span>, '
-        f"{turns} turn{'s' * (turns != 1)}, ended by {visible(trajectory.stop_reason)} <small>{visible(told)}</small>"
+        f'<span class="{outcome}">reward {trajectory.reward:g}</span>, '
+        f"{turns} turn{'s' * (turns != 1)}, ended by {visible(trajectory.stop_reason)} "
+        f"<small>{visible(env_metrics)}</small>"
     )
-    before: np.ndarray = np.zeros(0, np.int32)
+    previous_ids: np.ndarray = np.zeros(0, np.int32)
     turns_html = []
     for step in trajectory.steps:
-        turns_html.append(_turn(step, before, speller))
-        before = np.concatenate([step.prompt_ids, step.response_ids])
+        turns_html.append(_turn(step, previous_ids, decoder))
+        previous_ids = np.concatenate([step.prompt_ids, step.response_ids])
     opened = " open" if is_open else ""
-    return f'<details class="trajectory"{opened}><summary>{heading}</summary>{"".join(turns_html)}</details>'
+    summary = f"<summary>{heading}</summary>"
+    return f'<details class="trajectory"{opened}>{summary}{"".join(turns_html)}</details>'
 
 
-def _turn(step: Step, before: np.ndarray, speller: Speller) -> str:
-    """The prompt from where it leaves `before`, the tokens of the turn before; and the response."""
-    seen = common_prefix(before, step.prompt_ids)
-    known = f"<small>{seen} tokens as in the turn before, then</small> " if seen else ""
+def _turn(step: Step, previous_ids: np.ndarray, decoder: TokenDecoder) -> str:
+    """The prompt from where it differs from the previous turn's tokens on, and the response."""
+    seen = common_prefix(previous_ids, step.prompt_ids)
+    known = f"<small>{seen} tokens shared with the previous turn, then</small> " if seen else ""
     prompt = _both_ends(
         len(step.prompt_ids) - seen,
-        lambda part: prompt_html(step.prompt_ids[seen:][part].tolist(), speller),
+        lambda part: prompt_html(step.prompt_ids[seen:][part].tolist(), decoder),
     )
-    response = _both_ends(len(step.response_ids), lambda part: response_html(step, speller, part))
+    response = _both_ends(len(step.response_ids), lambda part: response_html(step, decoder, part))
     return (
-        f'<div class="turn">turn {step.index + 1}: finish <b>{visible(step.finish)}</b>, reward {step.reward:g}, '
-        f"{len(step.prompt_ids)} prompt tokens, {len(step.response_ids)} response tokens"
+        f'<div class="turn">turn {step.index + 1}: finish <b>{visible(step.finish)}</b>, '
+        f"reward {step.reward:g}, {len(step.prompt_ids)} prompt tokens, "
+        f"{len(step.response_ids)} response tokens"
         f'<pre class="prompt">{known}{prompt}</pre><pre class="response">{response}</pre></div>'
     )
 
 
-def _both_ends(length: int, write) -> str:
-    """All of it, or the beginning and the end of what is too long."""
+def _both_ends(length: int, write: Callable[[slice], str]) -> str:
+    """All tokens, or the beginning and the end of a long sequence."""
     if length <= 2 * STEP_TOKENS:
         return write(slice(0, length))
     left_out = f'<span class="note"> … {length - 2 * STEP_TOKENS} tokens are not shown … </span>'

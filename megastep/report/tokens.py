@@ -1,56 +1,58 @@
-"""Tokens as HTML. What a model said is never trusted: every character passes through `visible`."""
+"""Tokens as HTML. Model output is untrusted: every character passes through `visible`."""
 
 import html
 import math
 import re
+from typing import Any
 
 import numpy as np
 
 from megastep.types import Step
 
-CHARACTER_TOKENS = 4  # a character has at most four bytes, and a token at least one of them
+CHARACTER_TOKENS = 4  # a character has at most four bytes, a token at least one
 SHADES = 10
-SHADES_PER_NAT = 1.5  # the darkest is reached at a logprob of -6
-SHOWN_EXPERTS = 32  # a tooltip with more numbers than these is not read
-_CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-# Control characters, marks that turn the direction of text, half characters: never to be written as they are.
+SHADES_PER_NAT = 1.5  # the darkest shade starts at a logprob of -6
+SHOWN_EXPERTS = 32  # a tooltip with more numbers than these is unreadable
+_INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+# Control characters, bidirectional marks and surrogates are written as escapes.
 _HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff\ufffe\uffff"
-    "\U000e0000-\U000e007f]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f"
+    "\ufeff\ud800-\udfff\ufffe\uffff\U000e0000-\U000e007f]"
 )
 
 
 def visible(text: str) -> str:
-    """Safe inside an element and inside a quoted attribute."""
+    """HTML that is safe inside an element and inside a quoted attribute."""
     return html.escape(_HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
-class Speller:
-    """The text of each token. Without a tokenizer, its id."""
+class TokenDecoder:
+    """The text of each token; its id without a tokenizer."""
 
-    def __init__(self, tokenizer=None):
+    def __init__(self, tokenizer: Any = None):
         self.tokenizer = tokenizer
-        self.special = (
-            {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-            if tokenizer
-            else set()
-        )
+        self.special: set[int] = set()
+        if tokenizer:
+            self.special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
 
     def pieces(self, ids: list[int]) -> list[str]:
-        """One per token, together the decoded text; empty where a token is the beginning of a character.
+        """One text per token, together the decoded text; empty where a token starts a character.
 
-        A token is decoded after the one before it, for some tokenizers put the space between two.
+        A token is decoded after its predecessor, for some tokenizers put a space between the two.
         """
         if self.tokenizer is None:
             return [f" {id}" for id in ids]
-        found, begin, before, ended = [], 0, "", -1
+        found = []
+        begin = 0  # of the context that a token is decoded in
+        before = ""  # the text of that context
+        ended = -1  # the last token that completed a character
         for i, id in enumerate(ids):
             alone = self._decode([id])
             if id in self.special:
                 piece = alone
             else:
                 text = self._decode(ids[begin : i + 1])
-                if text.endswith(_CUT_CHARACTER) and i - ended < CHARACTER_TOKENS:
+                if text.endswith(_INCOMPLETE_CHARACTER) and i - ended < CHARACTER_TOKENS:
                     found.append("")
                     continue
                 piece = text[len(before) :] if text.startswith(before) else alone
@@ -64,31 +66,31 @@ class Speller:
         )
 
 
-def prompt_html(ids: list[int], speller: Speller) -> str:
+def prompt_html(ids: list[int], decoder: TokenDecoder) -> str:
     return "".join(
-        f'<b class="special">{visible(piece)}</b>' if id in speller.special else visible(piece)
-        for id, piece in zip(ids, speller.pieces(ids))
+        f'<b class="special">{visible(piece)}</b>' if id in decoder.special else visible(piece)
+        for id, piece in zip(ids, decoder.pieces(ids))
     )
 
 
-def response_html(step: Step, speller: Speller, part: slice) -> str:
+def response_html(step: Step, decoder: TokenDecoder, part: slice) -> str:
     """A span per token of `part`, shaded by its logprob, with a tooltip."""
     ids = step.response_ids[part].tolist()
     versions = np.repeat(step.versions[:, 0], step.versions[:, 1])[part].tolist()
     trained = step.loss_mask[part].tolist()
     logprobs = [None] * len(ids) if step.logprobs is None else step.logprobs[part].tolist()
-    at = range(len(step.response_ids))[part]
+    indices = range(len(step.response_ids))[part]
     spans = []
-    for j, id, piece, logprob, version, counts in zip(
-        at, ids, speller.pieces(ids), logprobs, versions, trained
+    for index, id, piece, logprob, version, is_trained in zip(
+        indices, ids, decoder.pieces(ids), logprobs, versions, trained
     ):
         classes = [] if logprob is None else [f"p{_shade(logprob)}"]
-        classes += ["special"] * (id in speller.special) + ["untrained"] * (not counts)
-        told = f"id {id} · {_told(logprob)} · version {version} · {'trained' if counts else 'not trained'}"
+        classes += ["special"] * (id in decoder.special) + ["untrained"] * (not is_trained)
+        facts = [f"id {id}", _logprob(logprob), f"version {version}"]
+        facts.append("trained" if is_trained else "not trained")
+        title = " · ".join(facts) + _routed_experts(step, index)
         text = visible(piece).replace("\n", "↵\n") or "▫"
-        spans.append(
-            f'<span class="{" ".join(classes)}" title="{told}{_experts(step, j)}">{text}</span>'
-        )
+        spans.append(f'<span class="{" ".join(classes)}" title="{title}">{text}</span>')
     return "".join(spans)
 
 
@@ -98,14 +100,14 @@ def _shade(logprob: float) -> int:
     return max(0, min(SHADES - 1, int(-logprob * SHADES_PER_NAT)))
 
 
-def _told(logprob: float | None) -> str:
+def _logprob(logprob: float | None) -> str:
     if logprob is None:
         return "logprob not recorded"
     return f"logprob {logprob:.4f} (p {math.exp(min(logprob, 0)):.3f})"
 
 
-def _experts(step: Step, token: int) -> str:
-    """Experts that the response's token went to, layer by layer, where they were recorded."""
+def _routed_experts(step: Step, token: int) -> str:
+    """Routed experts of a response token per layer, where recorded."""
     if step.routing is None or step.routing[0:1].size > SHOWN_EXPERTS:
         return ""
     row = len(step.prompt_ids) + token - step.routing_start

@@ -69,7 +69,7 @@ class Fleet:
         self._sessions: OrderedDict[str, EngineSlot] = OrderedDict()
         self._names = itertools.count()
         self._closing = False
-        self.slots = [EngineSlot(index, spawn(index)) for index in range(settings.count)]
+        self.slots = [EngineSlot(index, spawn(index)) for index in range(settings.num_engines)]
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Condition()  # an engine began to serve, or is gone
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)

@@ -18,7 +18,7 @@ from megastep.cluster import Cluster
 from megastep.config import Config
 from megastep.console import RolloutProgress, rollout_summary
 from megastep.errors import CheckpointError, OutputError, RunDirError
-from megastep.report.writing import write_report
+from megastep.report.run_report import write_report
 from megastep.rollout.data import Prompt
 from megastep.rollout.generation import Generate
 from megastep.rollout.pool import Pool, check_not_all_failed

@@ -24,7 +24,8 @@ from megastep.cluster import Cluster
 from megastep.config import Config, group_problems, training_problems
 from megastep.console import Clock, LiveLine, RolloutProgress, run_summary
 from megastep.errors import ConfigError, RunFailed
-from megastep.report.writing import MetricsLog, read_metrics, write_report
+from megastep.report.metrics_log import MetricsLog, read_metrics
+from megastep.report.run_report import write_report
 from megastep.rollout.pool import check_not_all_failed
 from megastep.rollout.stream import GroupStream, Interrupted, StreamState
 from megastep.rollout.task import Task

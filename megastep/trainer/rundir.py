@@ -36,7 +36,7 @@ from megastep.config import Config, to_yaml
 from megastep.errors import CheckpointError, RunDirError
 from megastep.files import atomic_write
 from megastep.models.architecture import read_architecture
-from megastep.report.writing import LATEST
+from megastep.report.run_report import LATEST
 from megastep.weights.hf_files import HFReader
 from megastep.weights.mapping import check_shape, rows_of
 

@@ -12,7 +12,7 @@ from megastep.cluster import Cluster
 from megastep.config import Config, training_problems
 from megastep.console import progress
 from megastep.errors import ConfigError, RolloutError, StoreError
-from megastep.report.writing import MetricsLog
+from megastep.report.metrics_log import MetricsLog
 from megastep.samples import filters, store
 from megastep.samples.metrics import count_trajectories, filter_metrics, rollout_metrics
 from megastep.samples.packing import check_lengths, mini_batches

@@ -55,7 +55,7 @@ def test_resolved_config_reads_back(tmp_path):
 # ---------------------------------------------------------------- paths
 
 
-@pytest.mark.parametrize("path", ["local", "sql", "search", "h100/qwen3-8b-apart"])
+@pytest.mark.parametrize("path", ["local", "sql", "search", "h100/qwen3-8b-disaggregated"])
 def test_configs_load_from_any_directory(path, tmp_path, monkeypatch):
     """Models and data too: paths in a file are relative to it."""
     config = Path(f"configs/{path}.yaml").resolve()

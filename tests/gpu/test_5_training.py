@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megastep.report.writing import read_metrics
+from megastep.report.metrics_log import read_metrics
 
 
 @pytest.mark.timeout(1800)

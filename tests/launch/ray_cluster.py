@@ -1,12 +1,12 @@
-"""A real Ray cluster of two nodes on this machine: two `ray start --block` of our own, each with its ports and folder.
+"""A real Ray cluster of two nodes on this machine: two `ray start --block`, each with its ports.
 
     with two_nodes(cpus=(2, 2)) as cluster:
-        subprocess.run(..., env=cluster.environment())          # that of a driver: RAY_ADDRESS, and the cluster's token
-        cluster.dashboard                                       # http://host:port, for `ray job`
-        cluster.worker.kill()                                   # its machine is gone
+        subprocess.run(..., env=cluster.environment())     # of a driver: RAY_ADDRESS and the token
+        cluster.dashboard                                  # http://host:port, for `ray job`
+        cluster.worker.kill()                              # a lost machine
 
-Nodes end by their process ids: `ray stop` would end every Ray of the machine. Requests need a token, as they do in
-every cluster whose head finds one when it starts.
+Nodes are stopped by process id: `ray stop` would stop every Ray of the machine. Requests need a
+token, as in every cluster whose head finds one at start.
 """
 
 import json
@@ -38,7 +38,7 @@ PORTS = (
 
 
 def without_ray() -> dict[str, str]:
-    """This process's environment, but for what it says of another Ray."""
+    """This process's environment without the variables of another Ray."""
     return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 
@@ -46,9 +46,8 @@ class Node:
     """One `ray start --block` and everything below it."""
 
     def __init__(self, id: str, cpus: int, token: Path, *options: str):
-        self.folder = tempfile.mkdtemp(
-            prefix="ms-", dir="/tmp"
-        )  # with Ray's sockets, whose paths must be short
+        # It holds Ray's sockets, whose paths must be short.
+        self.folder = tempfile.mkdtemp(prefix="ms-", dir="/tmp")
         self.output = Path(self.folder) / "output.txt"
         command = [
             str(RAY),
@@ -70,13 +69,14 @@ class Node:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=end_with_parent,  # and Ray's processes with it, if the tests are killed
+                preexec_fn=end_with_parent,  # with Ray's processes, if the tests are killed
                 env=without_ray()
                 | {
                     "RAY_AUTH_MODE": "token",
                     "RAY_AUTH_TOKEN_PATH": str(token),
                     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": id,
-                    "RAY_health_check_period_ms": "1000",  # a lost node is known after 5 seconds, not 15
+                    # A lost node is detected after 5 seconds, not 15.
+                    "RAY_health_check_period_ms": "1000",
                 },
             )
 
@@ -84,14 +84,14 @@ class Node:
         return {(self.process.pid, started(self.process.pid))} | descendants(self.process.pid)
 
     def kill(self) -> None:
-        """At once, as when the power goes: no process of the node has time to tell anybody."""
+        """At once, like a power failure: no process of the node can report anything."""
         family = self.family()
         _signal(family, signal.SIGSTOP)
         _signal(family, signal.SIGKILL)
         self.process.wait(20)
 
     def end(self) -> None:
-        """In good order; what does not go is killed."""
+        """Terminate; kill what remains."""
         family = self.family()
         self.process.terminate()
         try:
@@ -114,8 +114,10 @@ class TwoNodes:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory()))
         self.token = folder / "token"
         self.token.write_text(uuid.uuid4().hex)
-        port, dashboard = free_port(), free_port()
-        self.address, self.dashboard = f"{HOST}:{port}", f"http://{HOST}:{dashboard}"
+        port = free_port()
+        dashboard = free_port()
+        self.address = f"{HOST}:{port}"
+        self.dashboard = f"http://{HOST}:{dashboard}"
         self.head = self._start(
             exits,
             1,
@@ -130,12 +132,13 @@ class TwoNodes:
         self.worker = self._start(exits, 2, WORKER, cpus[1], f"--address={self.address}")
 
     def _start(self, exits: ExitStack, count: int, id: str, cpus: int, *options: str) -> Node:
-        """Another node; with it there are `count`. On a busy machine Ray may give up, after half a minute."""
+        """Start node number `count`. On a busy machine Ray may time out, after half a minute."""
         for _ in range(3):
             node = Node(id, cpus, self.token, *options)
             exits.callback(node.end)
-            wait_for(lambda: node.process.poll() is not None or self._has(count), 120)
-            if node.process.poll() is None:
+            process = node.process
+            wait_for(lambda p=process: p.poll() is not None or self._has(count), 120)
+            if process.poll() is None:
                 return node
         raise RuntimeError(node.output.read_text())
 
@@ -143,10 +146,10 @@ class TwoNodes:
         try:
             return len(self.nodes()) == count
         except OSError:
-            return False  # the dashboard comes up
+            return False  # the dashboard is starting
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Of a process that talks to this cluster."""
+        """For a process that connects to this cluster."""
         given = {
             "RAY_ADDRESS": self.address,
             "RAY_AUTH_MODE": "token",
@@ -161,15 +164,15 @@ class TwoNodes:
             return json.load(answer)
 
     def nodes(self) -> list[str]:
-        """Ids of those that live."""
+        """Ids of the live nodes."""
         return [node["node_id"] for node in self._list("nodes") if node["state"] == "ALIVE"]
 
     def actors(self) -> list[dict]:
-        """Those that live, each with `class_name`, `node_id` and `pid`."""
+        """Live actors, each with `class_name`, `node_id` and `pid`."""
         return [actor for actor in self._list("actors") if actor["state"] == "ALIVE"]
 
     def cpus_used(self) -> float | None:
-        """Some seconds ago; None: Ray has not looked yet."""
+        """Some seconds ago; None before Ray's first report."""
         usage = self.get("/api/cluster_status")["data"]["clusterStatus"]["loadMetricsReport"][
             "usage"
         ]

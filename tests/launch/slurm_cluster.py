@@ -1,11 +1,11 @@
-"""A real Slurm cluster of two nodes on this machine: one slurmctld and two slurmd of our own.
+"""A real Slurm cluster of two nodes on this machine: one slurmctld and two slurmd.
 
     with two_nodes(folder) as cluster:
         job = cluster.submit("configs/chase.yaml", "train.steps=6")     # launch/slurm.sbatch
         job.wait()["ExitCode"]
 
-Everything is in its folder: configuration, state, logs, the output of the jobs. The daemons listen at ports of their
-own and ask nobody who he is, so that no other Slurm is touched and no munge is needed.
+Its folder holds configuration, state, logs and the output of the jobs. The daemons use free ports
+and no authentication: no other Slurm is touched, and munge is not needed.
 """
 
 import getpass
@@ -26,7 +26,7 @@ from tests.processes import alive, descendants, started, wait_for
 
 ROOT = Path(__file__).parents[2]
 NODES = ("n1", "n2")
-PATIENCE_S = 300  # to start Ray or vLLM takes some seconds, or minutes on a machine that is busy
+TIMEOUT_S = 300  # Ray and vLLM start in seconds, or in minutes on a busy machine
 CONFIGURATION = """
 ClusterName=megastep
 SlurmctldHost=localhost
@@ -58,12 +58,13 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 class Job:
     def __init__(self, cluster: "SlurmCluster", id: int):
-        self.cluster, self.id = cluster, id
-        self.raylets = [f"/tmp/megastep-{id}-{node}" for node in range(len(NODES))]  # their folders
+        self.cluster = cluster
+        self.id = id
+        self.raylets = [f"/tmp/megastep-{id}-{node}" for node in range(len(NODES))]  # folders
         self.logs = cluster.folder / f"slurm-{id}-ray"
 
     def show(self) -> dict[str, str]:
-        """What Slurm knows of it: JobState, ExitCode, Restarts and more."""
+        """Slurm's record of the job: JobState, ExitCode, Restarts and more."""
         text = self.cluster.run("scontrol", "show", "job", "--oneliner", str(self.id))
         return dict(field.split("=", 1) for field in text.split() if "=" in field)
 
@@ -72,24 +73,24 @@ class Job:
         return shown if shown["JobState"] in states else None
 
     def wait(self, *states: str) -> dict[str, str]:
-        """Until it is in one of these states, or has ended, whichever way; with the output if that takes too long."""
+        """Until the job is in one of these states, by default ended; fail with its output."""
         states = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         try:
-            return wait_for(lambda: self.is_in(*states), PATIENCE_S)
+            return wait_for(lambda: self.is_in(*states), TIMEOUT_S)
         except TimeoutError:
             pytest.fail(
-                f"job {self.id} is {self.show()['JobState']} after {PATIENCE_S} s:\n{self.output()}"
+                f"job {self.id} is {self.show()['JobState']} after {TIMEOUT_S} s:\n{self.output()}"
             )
 
     def output(self) -> str:
         return _read(self.cluster.folder / f"slurm-{self.id}.out")
 
     def log(self, node: int) -> str:
-        """What was said on a node."""
+        """Ray's output on a node."""
         return _read(self.logs / f"{node}.log")
 
     def signal(self, name: str) -> None:
-        """To the batch script alone, as for a time limit."""
+        """To the batch script only, as for a time limit."""
         self.cluster.run("scancel", "--batch", f"--signal={name}", str(self.id))
 
     def cancel(self) -> None:
@@ -99,11 +100,12 @@ class Job:
         self.cluster.run("scontrol", "requeue", str(self.id))
 
     def begin_again(self) -> None:
-        """After a requeue, and soon: Slurm would wait for two minutes. It decides so a moment after it shows the job as
-        pending, and is told until the job runs."""
-        time.sleep(
-            2
-        )  # nodes refuse what was allowed in the very second in which they were told to end the job
+        """Start now after a requeue, which Slurm delays by two minutes.
+
+        Slurm sets the delay a moment after the job is pending, so the update is repeated.
+        """
+        # Nodes reject a credential of the second in which they were asked to end the job.
+        time.sleep(2)
 
         def runs() -> bool:
             assert self.is_in("PENDING", "RUNNING"), self.output()
@@ -112,15 +114,15 @@ class Job:
                 return bool(wait_for(lambda: self.is_in("RUNNING"), 4))
             return False
 
-        wait_for(runs, PATIENCE_S)
+        wait_for(runs, TIMEOUT_S)
 
     def family(self) -> set[tuple[int, str]]:
-        """Every process that runs for it: those of its steps, which Slurm has taken from its own daemons."""
+        """All processes of the job's steps, which are not below Slurm's daemons."""
         steps = [pid for pid, line in commands() if line.startswith(f"slurmstepd: [{self.id}.")]
         return set().union(*(descendants(pid) | {(pid, started(pid))} for pid in steps))
 
     def below_raylet(self, node: int) -> list[str]:
-        """Command lines of what Ray runs on a node."""
+        """Command lines of Ray's processes on a node."""
         pids = [
             pid for pid, line in commands() if f"--raylet_socket_name={self.raylets[node]}/" in line
         ]
@@ -132,25 +134,22 @@ def _read(path: Path) -> str:
 
 
 def commands() -> list[tuple[int, str]]:
-    """Process ids and command lines of everything that runs."""
+    """Process ids and command lines of all processes."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                found.append(
-                    (
-                        int(entry.name),
-                        (entry / "cmdline").read_bytes().replace(bytes(1), b" ").decode(),
-                    )
-                )
+                line = (entry / "cmdline").read_bytes().replace(bytes(1), b" ").decode()
             except OSError:
                 continue  # it has just ended
+            found.append((int(entry.name), line))
     return found
 
 
 class SlurmCluster:
     def __init__(self, folder: Path):
-        self.folder, self.daemons = folder, []
+        self.folder = folder
+        self.daemons = []
         ports = [free_port() for _ in range(3)]
         text = CONFIGURATION.format(
             folder=folder, user=getpass.getuser(), ports=ports, first_job=100 * ports[0]
@@ -160,7 +159,7 @@ class SlurmCluster:
             (folder / name).mkdir()
 
     def environment(self) -> dict[str, str]:
-        """This process's, but for what it says of another Ray or another job."""
+        """This process's, without the variables of another Ray or another job."""
         others = ("RAY_", "SLURM", "SBATCH_", "MEGASTEP_")
         ours = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         return ours | {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
@@ -205,7 +204,7 @@ class SlurmCluster:
         return done.stdout
 
     def submit(self, *arguments: str, options: tuple[str, ...] = (), **variables: str) -> Job:
-        """On both nodes, which have no GPU; `variables` are those that launch/slurm.sbatch explains."""
+        """On both nodes, without GPUs; `variables`: see launch/slurm.sbatch."""
         given = {
             "MEGASTEP_ROOT": str(ROOT),
             "MEGASTEP_BIN": str(Path(sys.executable).parent),
@@ -223,7 +222,7 @@ class SlurmCluster:
         return Job(self, int(id))
 
     def close(self) -> None:
-        """The jobs first: their processes are not below the daemons."""
+        """Jobs first: their processes are not below the daemons."""
         try:
             if len(self.daemons) == 1 + len(NODES):
                 self.run("scancel", f"--user={getpass.getuser()}")
@@ -250,15 +249,13 @@ def two_nodes(folder: Path) -> Iterator[SlurmCluster]:
 
 
 def skip_without_slurm() -> None:
-    """Installs it where that is possible: it is a package of Debian and Ubuntu, and starts nothing by itself here."""
+    """Install it where possible: a package of Debian and Ubuntu, which starts no daemon here."""
     if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin:/sbin"):
         return
     if not shutil.which("apt-get"):
-        pytest.skip("Slurm is not installed, and there is no apt-get to install it with")
+        pytest.skip("Slurm is not installed, and apt-get is missing")
     if os.getuid() != 0:
-        pytest.skip(
-            "Slurm is not installed, and only root may install it: apt-get install slurm-wlm"
-        )
+        pytest.skip("Slurm is not installed, and root is needed for it: apt-get install slurm-wlm")
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     install = ["apt-get", "install", "-y", "-q", "--no-install-recommends", "slurm-wlm"]
     for command in (["apt-get", "update", "-q"], install):
@@ -271,6 +268,5 @@ def skip_without_slurm() -> None:
             timeout=400,
         )
     if done.returncode:
-        pytest.skip(
-            f"Slurm is not installed, and cannot be: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
-        )
+        reason = (done.stderr or done.stdout).strip().splitlines()[-1]
+        pytest.skip(f"Slurm cannot be installed: {reason}")

@@ -14,7 +14,7 @@ import yaml
 from megastep.checkpoint.manifest import latest, read_manifest
 from megastep.config import load
 from megastep.plan.planning import make_plan
-from megastep.report.writing import read_metrics
+from megastep.report.metrics_log import read_metrics
 from tests.launch.ray_cluster import two_nodes, without_ray
 from tests.processes import alive, wait_for
 
@@ -50,7 +50,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A project's folder that is not this one, as on the nodes of a cluster."""
+    """Another project folder, as on the nodes of a cluster."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "configs").symlink_to(ROOT / "configs")
     return folder
@@ -64,7 +64,7 @@ def environment(cluster, project=None, **more: str) -> dict[str, str]:
 
 
 def submit(arguments, env, stdout=subprocess.PIPE) -> subprocess.Popen:
-    """In a process group of its own, as a shell would start it."""
+    """In its own process group, as a shell would start it."""
     return subprocess.Popen(
         [SCRIPT, LOCAL, *arguments],
         stdout=stdout,
@@ -82,7 +82,7 @@ def run(arguments, env, timeout: int = 120) -> subprocess.CompletedProcess:
 
 
 def status(cluster, job: str) -> str | None:
-    """None: there is no such job yet."""
+    """None before the job exists."""
     jobs = {found["submission_id"]: found["status"] for found in cluster.get("/api/jobs/")}
     return jobs.get(job)
 
@@ -101,17 +101,17 @@ def is_clean(cluster) -> bool:
 
 @pytest.fixture(scope="module")
 def stopped(cluster, project):
-    """Ctrl-C in the middle of training; checkpoints are not due by themselves."""
-    folder, shown = project / "runs" / "local", project / "shown.txt"
+    """Ctrl-C during training, without periodic checkpoints."""
+    folder = project / "runs" / "local"
+    shown = project / "shown.txt"
     with shown.open("w") as output:
         process = submit(
             [*SMALL, "train.steps=1000"], environment(cluster, project, **PASSED_ON), output
         )
     try:
         wait_for(lambda: len(read_metrics(folder)) >= 3 or process.poll() is not None, 200)
-        wait_for(
-            lambda: "runs/local: a new run\n" in shown.read_text(), 60
-        )  # the log is followed, not read at the end
+        # The log is followed, not read at the end.
+        wait_for(lambda: "runs/local: a new run\n" in shown.read_text(), 60)
         second = run([LOCAL], environment(cluster, project))
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=200)
@@ -127,14 +127,13 @@ def test_d5_ctrl_c_stops_the_job_with_a_checkpoint(cluster, stopped):
     )
     assert status(cluster, "local-1") == "STOPPED"
     step = read_metrics(folder)[-1]["step"]
-    assert (
-        f"stopped after step {step}" in output and "Traceback" not in output
-    )  # though Ray stops wandb's helper too
+    # Ray stops wandb's helper too.
+    assert f"stopped after step {step}" in output and "Traceback" not in output
     assert latest(folder / "checkpoints").name == f"step_{step}"
     wait_for(lambda: is_clean(cluster), 60)
 
 
-def test_d5_a_run_that_is_being_trained_is_not_submitted_again(stopped):
+def test_d5_run_in_training_is_not_submitted_again(stopped):
     folder, *_, second = stopped
     assert second.returncode == 1
     assert second.stderr.startswith(
@@ -153,7 +152,7 @@ def test_d5_the_job_has_its_environment(cluster, project, stopped):
 
 
 def test_d5_submitted_again_it_resumes_and_ends_with_0(cluster, project, stopped):
-    """Followed to its end; results are in the project's folder, not in a copy of Ray's."""
+    """Followed to its end; results are in the project's folder, not in a copy by Ray."""
     folder = stopped[0]
     at = read_metrics(folder)[-1]["step"]
     done = run([LOCAL, *SMALL, f"train.steps={at + 2}"], environment(cluster, project), 300)
@@ -166,7 +165,7 @@ def test_d5_submitted_again_it_resumes_and_ends_with_0(cluster, project, stopped
 
 
 def test_d5_sigterm_stops_a_job_that_is_starting(cluster, project):
-    """Sent to the script and its children alike, as `timeout` does. This driver has a CPU of its own."""
+    """Sent to the script and its children, as `timeout` does. This driver reserves a CPU."""
     process = submit(
         [*SMALL, "run.name=early"], environment(cluster, project, MEGASTEP_DRIVER_CPUS="1")
     )
@@ -185,14 +184,14 @@ def test_d5_sigterm_stops_a_job_that_is_starting(cluster, project):
 # ---------------------------------------------------------------- failures
 
 
-def test_d5_a_mistake_in_the_config_is_a_line_in_the_log_and_the_exit_code(cluster):
+def test_d5_config_error_is_one_line_and_exit_code_2(cluster):
     done = run([LOCAL, "run.name=mistake", "train.stepz=1"], environment(cluster))
     assert done.returncode == 2 and status(cluster, "mistake-1") == "FAILED"
     assert done.stdout.endswith("\nerror: train.stepz: unknown key; did you mean train.steps?\n")
 
 
-def test_d5_a_run_that_the_config_names_is_told(cluster, project):
-    """Of a job that fails soon, with an exit code that is not that of a mistake: this cluster is too small for it."""
+def test_d5_run_name_of_the_config_is_printed(cluster, project):
+    """Of a job that fails soon with exit code 1: this cluster is too small for it."""
     (project / "mine.yaml").write_text(
         f"base: {ROOT}/{LOCAL}\nrun: {{dir: results, name: named}}\n"
     )
@@ -204,7 +203,7 @@ def test_d5_a_run_that_the_config_names_is_told(cluster, project):
     assert done.returncode == 1 and "error: the cluster is too small: " in done.stdout
 
 
-def test_d5_a_folder_that_the_nodes_do_not_have_is_told(cluster):
+def test_d5_folder_missing_on_the_nodes_is_an_error(cluster):
     done = run([LOCAL, "run.name=nowhere"], environment(cluster, "/nowhere"))
     assert (
         done.returncode == 1
@@ -219,7 +218,7 @@ def test_d5_a_folder_that_the_nodes_do_not_have_is_told(cluster):
             [LOCAL],
             {},
             2,
-            "set RAY_API_SERVER_ADDRESS to where Ray's dashboard listens, such as http://HEAD:8265",
+            "set RAY_API_SERVER_ADDRESS to the address of Ray's dashboard, such as http://HEAD:8265",
         ),
         (
             [LOCAL],
@@ -231,24 +230,24 @@ def test_d5_a_folder_that_the_nodes_do_not_have_is_told(cluster):
             [LOCAL],
             {"RAY_ADDRESS": "http://127.0.0.1:1"},
             1,
-            "http://127.0.0.1:1: no Ray dashboard there ",
+            "http://127.0.0.1:1: no Ray dashboard at this address ",
         ),
         (["train.steps=1"], {"RAY_ADDRESS": "http://127.0.0.1:1"}, 2, "CONFIG is missing; usage: "),
         (
             [LOCAL],
             {"RAY_ADDRESS": "http://127.0.0.1:1", "RAY_JOB_STOP_WAIT_TIME_S": "10m"},
             2,
-            "RAY_JOB_STOP_WAIT_TIME_S = 10m: must be a whole number, of seconds",
+            "RAY_JOB_STOP_WAIT_TIME_S = 10m: must be a whole number of seconds",
         ),
     ],
 )
-def test_d5_an_address_that_is_missing_or_wrong_is_a_line(arguments, given, code, message):
+def test_d5_missing_or_wrong_address_is_one_line(arguments, given, code, message):
     done = run(arguments, without_ray() | given)
     (line,) = done.stderr.splitlines()
     assert done.returncode == code and line.startswith(f"ray_job: {message}")
 
 
-def test_d5_a_cluster_that_wants_a_token_says_so(cluster):
+def test_d5_missing_token_is_one_line(cluster):
     done = run([LOCAL], without_ray() | {"RAY_ADDRESS": cluster.dashboard})
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and "Missing authentication token; see RAY_AUTH_MODE in" in line
@@ -278,7 +277,7 @@ def manifest():
 
 
 def test_d5_the_manifest_trains_with_a_config_that_loads(manifest):
-    """With the same model's shape from here: its weights are on the volume."""
+    """With the shape of the same model, whose weights are on the volume."""
     megastep, train, config, *overrides = shlex.split(manifest[1]["entrypoint"])
     assert (megastep, train) == ("megastep", "train")
     loaded = load(config, [*overrides, "model.path=configs/models/qwen3-30b-a3b"])
@@ -294,7 +293,7 @@ def test_d5_the_manifest_trains_with_a_config_that_loads(manifest):
     assert not make_plan(loaded).troubles()
 
 
-def test_d5_the_manifest_has_the_version_of_ray_that_is_pinned(manifest):
+def test_d5_manifest_has_the_pinned_version_of_ray(manifest):
     pins = (ROOT / "launch" / "requirements-cpu.txt").read_text().replace(" \\", "").splitlines()
     assert f"ray=={manifest[1]['rayClusterSpec']['rayVersion']}" in pins
     assert (
@@ -322,7 +321,7 @@ def test_d5_every_path_of_the_manifest_is_on_the_volume(manifest):
         assert gpus == group["rayStartParams"]["num-gpus"]
 
 
-def test_d5_ranks_of_the_manifest_meet_over_one_network(manifest):
+def test_d5_rendezvous_of_the_manifest_uses_one_network(manifest):
     (container,) = manifest[1]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"][
         "containers"
     ]

@@ -12,15 +12,15 @@ import pytest
 
 from megastep.checkpoint.manifest import latest
 from megastep.distributed.ports import free_port
-from megastep.report.writing import read_metrics
+from megastep.report.metrics_log import read_metrics
 from tests import processes
-from tests.launch.slurm_cluster import PATIENCE_S, ROOT, Job, commands, two_nodes
+from tests.launch.slurm_cluster import ROOT, TIMEOUT_S, Job, commands, two_nodes
 from tests.processes import alive, descendants
 
 pytestmark = pytest.mark.timeout(900)  # whole runs, on a machine that may be busy
 CONFIG = "configs/chase.yaml"
 STEPS = 8
-# A node has one CPU and a process takes one, so that the rank and the engine are on different nodes.
+# A node has one CPU and a process takes one: the rank and the engine are on different nodes.
 TINY = (
     "cluster.cpus_per_process=1",
     "run.wandb=disabled",
@@ -55,7 +55,7 @@ def setup_file(tmp_path):
 
 
 def wait_for(condition):
-    return processes.wait_for(condition, PATIENCE_S)
+    return processes.wait_for(condition, TIMEOUT_S)
 
 
 NO_RAY_ON = "if [[ $2 == *slurm_ray.sh && $SLURMD_NODENAME == {} ]]; then sleep 600; fi\n"
@@ -71,13 +71,13 @@ def assert_nothing_is_left(job: Job, family: set) -> None:
 
 @pytest.fixture(scope="module")
 def requeued(cluster):
-    """A job that is requeued by hand, goes on, is told that its time is up, requeues itself, and comes to its end."""
+    """A job that is requeued by hand, then requeues itself at its time limit, then completes."""
     job = cluster.submit(CONFIG, *TINY, f"run.dir={cluster.folder}/runs")
     folder = cluster.folder / "runs" / f"chase-{job.id}"
     seen = SimpleNamespace(job=job, folder=folder, families=[], saved=[])
 
     def train_until(step: int) -> None:
-        """And remember who runs."""
+        """Also record the job's processes."""
         wait_for(lambda: len(read_metrics(folder)) > step or job.is_in("COMPLETED", "FAILED"))
         assert job.is_in("RUNNING"), job.output()
         seen.families.append(job.family())
@@ -120,8 +120,8 @@ def test_d5_ranks_and_engines_are_on_different_nodes(requeued):
     assert sorted(of_rank) == [False, True] and of_engine == of_rank[::-1]
 
 
-def test_d5_a_requeued_job_goes_on_from_its_last_checkpoint(requeued):
-    """The first of them was killed after step 4; the checkpoint before is that of step 3, unless it was quick."""
+def test_d5_requeued_job_continues_from_its_last_checkpoint(requeued):
+    """The first run was killed after training step 4, with a checkpoint of step 3, or of step 6."""
     starts = re.findall(
         r"chase-\d+: (a new run|continues after step \d+)$", requeued.job.output(), re.MULTILINE
     )
@@ -129,23 +129,23 @@ def test_d5_a_requeued_job_goes_on_from_its_last_checkpoint(requeued):
     assert requeued.saved[0] in (3, 6) and requeued.end["Restarts"] == "2"
 
 
-def test_d5_a_job_whose_time_is_up_writes_a_checkpoint_and_requeues_itself(requeued):
+def test_d5_job_at_its_time_limit_saves_and_requeues_itself(requeued):
     saved = requeued.saved[1]
     assert saved > requeued.saved[0] and f"\nstopped after step {saved};" in requeued.job.output()
     assert (
-        f"job {requeued.job.id} is requeued and goes on from its last checkpoint"
+        f"job {requeued.job.id} is requeued and continues from its last checkpoint"
         in requeued.job.output()
     )
 
 
 def test_d5_nothing_of_a_job_is_left(requeued):
-    """As after each of its parts."""
+    """After the last run, as after each requeue."""
     assert all(len(family) > 20 for family in requeued.families)
     assert_nothing_is_left(requeued.job, set().union(*requeued.families))
     assert {path.name for path in requeued.job.logs.iterdir()} == {"0.log", "1.log"}
 
 
-# ---------------------------------------------------------------- jobs that fail
+# ---------------------------------------------------------------- failed jobs
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,8 @@ def test_d5_nothing_of_a_job_is_left(requeued):
         (
             (),
             {},
-            "slurm.sbatch: error: no CONFIG; sbatch --nodes=2 launch/slurm.sbatch CONFIG [key=value ...]",
+            "slurm.sbatch: error: no CONFIG; sbatch --nodes=2 launch/slurm.sbatch CONFIG "
+            "[key=value ...]",
         ),
         (
             (CONFIG,),
@@ -181,7 +182,7 @@ def test_d5_nothing_of_a_job_is_left(requeued):
             {"MEGASTEP_MODULES": "gcc/13", "BASH_FUNC_module%%": "() { false; }"},
             "slurm.sbatch: error: MEGASTEP_MODULES=gcc/13: cannot be loaded",
         ),
-        # A relative root, and its own .venv: what is wrong then is the setting alone.
+        # A relative root with its .venv: only the setting is wrong.
         (
             (CONFIG, "train.stepz=1"),
             {"MEGASTEP_ROOT": "root", "MEGASTEP_BIN": ""},
@@ -190,7 +191,7 @@ def test_d5_nothing_of_a_job_is_left(requeued):
     ],
 )
 def test_d5_mistakes_are_a_line_and_exit_code_2(arguments, variables, message, cluster):
-    """Those of the config too, before Ray is there."""
+    """Including those of the config, before Ray has started."""
     job = cluster.submit(*arguments, **variables)
     assert job.wait()["ExitCode"] == "2:0"
     (line,) = [
@@ -203,7 +204,7 @@ def test_d5_mistakes_are_a_line_and_exit_code_2(arguments, variables, message, c
 
 
 def test_d5_the_exit_code_is_that_of_training(cluster):
-    """Which finds this cluster too small, once Ray is there. Modules are loaded by what a login shell has exported."""
+    """Training finds this cluster too small. Modules are loaded by the exported shell function."""
     modules = {
         "MEGASTEP_MODULES": "cuda/13.0 gcc/13",
         "BASH_FUNC_module%%": '() { echo "module $*"; }',
@@ -221,14 +222,14 @@ def test_d5_the_exit_code_is_that_of_training(cluster):
     assert job.output().startswith("module load cuda/13.0 gcc/13\n")
     assert "error: the cluster is too small: 2 places with 4 CPU in all are needed" in job.output()
     assert (
-        "slurm.sbatch: failed; to go on, submit it again as before, with run.name=mine\n"
+        "slurm.sbatch: failed; to continue, submit it again as before, with run.name=mine\n"
         in job.output()
     )
     assert_nothing_is_left(job, family)
 
 
 def test_d5_tasks_are_in_the_container(cluster, tmp_path):
-    """As far as srun is told so: there is no pyxis here."""
+    """By the options of srun; pyxis is not installed."""
     srun = tmp_path / "srun"
     srun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/$$.arguments\nexit 2\n')
     srun.chmod(0o755)
@@ -249,13 +250,13 @@ def test_d5_tasks_are_in_the_container(cluster, tmp_path):
         ]
 
 
-def test_d5_a_node_that_does_not_come_is_named(cluster, setup_file):
+def test_d5_node_without_ray_is_named(cluster, setup_file):
     setup = setup_file("echo $SLURMD_NODENAME is set up\n" + NO_RAY_ON.format("n2") + "false\n")
     job = cluster.submit(CONFIG, *TINY, MEGASTEP_SETUP=setup, MEGASTEP_NODES_TIMEOUT_S="8")
     family = wait_for(lambda: "n2 is set up" in job.log(1) and job.family())
     assert job.wait()["ExitCode"] == "1:0"
-    said = f"error: n2: no Ray there after 8 s (MEGASTEP_NODES_TIMEOUT_S); what it said is in {job.logs}/1.log"
-    assert said in job.output().splitlines()
+    line = f"error: n2: no Ray after 8 s (MEGASTEP_NODES_TIMEOUT_S); logs: {job.logs}/1.log"
+    assert line in job.output().splitlines()
     assert_nothing_is_left(job, family)
 
 
@@ -268,36 +269,34 @@ def test_d5_a_node_whose_ray_dies_ends_the_job(cluster):
     ]
     os.kill(raylet, signal.SIGKILL)
     assert job.wait()["ExitCode"] == "1:0"
-    assert f"error: Ray has ended on n2; what it said is in {job.logs}" in job.output()
+    assert f"error: Ray has ended on n2; logs: {job.logs}" in job.output()
     assert "Ray ended by itself, with exit code 1" in job.log(1)
     assert_nothing_is_left(job, family)
 
 
-# ---------------------------------------------------------------- jobs that are stopped
+# ---------------------------------------------------------------- stopped jobs
 
 
-def test_d5_slurm_tells_a_job_ten_minutes_before_its_time_limit(cluster, setup_file):
-    """By the line in the script. With eleven minutes in all it is due in the first, between 30 and 60 seconds: Slurm
-    looks twice a minute, and tells a job that would be late the next time. Nothing was saved by then, and so it would
-    be for ever."""
+def test_d5_slurm_signals_a_job_ten_minutes_before_its_time_limit(cluster, setup_file):
+    """By --signal in the script. With a limit of eleven minutes it is due after 30 to 60 seconds:
+    Slurm checks twice a minute. Nothing was saved by then, so the job does not requeue itself.
+    """
     job = cluster.submit(
         CONFIG, *TINY, options=("--time=11",), MEGASTEP_SETUP=setup_file(NO_RAY_ON.format("n*"))
     )
     wait_for(lambda: job.is_in("RUNNING"))
-    processes.wait_for(
-        lambda: "training is asked to stop and to write a checkpoint" in job.output(), 120
-    )
+    processes.wait_for(lambda: "asking training to stop with a checkpoint" in job.output(), 120)
     assert job.wait()["ExitCode"] == "75:0"
     line = job.output().splitlines()[-1]
     assert (
         "stopped before anything was saved, and not requeued" in line
         and "give it a longer --time" in line
     )
-    assert line.endswith(f"to go on, submit it again as before, with run.name=chase-{job.id}")
+    assert line.endswith(f"to continue, submit it again as before, with run.name=chase-{job.id}")
 
 
 def test_d5_a_second_signal_ends_training_that_does_not_stop(cluster, setup_file):
-    """And a job that may not be requeued says how to go on."""
+    """A job that may not be requeued prints how to continue."""
     setup = setup_file(NO_RAY_ON.format("n*") + "if [[ $1 == python ]]; then trap '' TERM; fi\n")
     job = cluster.submit(
         CONFIG, *TINY, "run.name=of mine", options=("--no-requeue",), MEGASTEP_SETUP=setup
@@ -305,18 +304,18 @@ def test_d5_a_second_signal_ends_training_that_does_not_stop(cluster, setup_file
     wait_for((job.logs / "run.name").exists)
     family = job.family()
     job.signal("TERM")
-    wait_for(lambda: "training is asked to stop" in job.output())
+    wait_for(lambda: "asking training to stop" in job.output())
     with pytest.raises(TimeoutError):
         processes.wait_for(lambda: not job.is_in("RUNNING"), 2)
     job.signal("USR1")
     assert job.wait()["ExitCode"] == "75:0"
-    said = "slurm.sbatch: stopped; to go on, submit it again as before, with run.name=of\\ mine"
-    assert job.output().splitlines()[-1] == said
+    line = "slurm.sbatch: stopped; to continue, submit it again as before, with run.name=of\\ mine"
+    assert job.output().splitlines()[-1] == line
     assert_nothing_is_left(job, family)
 
 
 def test_d5_a_signal_to_the_steps_alone_stops_the_job(cluster, setup_file):
-    """Here it reaches every process, so that Ray ends too and nothing can be saved; the job has not failed for that."""
+    """It reaches every process here, so that Ray ends and nothing is saved; that is no failure."""
     job = cluster.submit(CONFIG, *TINY, MEGASTEP_SETUP=setup_file(NO_RAY_ON.format("n2")))
     family = wait_for(lambda: "Ray runtime started" in job.log(0) and job.family())
     cluster.run("scancel", "--signal=TERM", str(job.id))
@@ -327,7 +326,7 @@ def test_d5_a_signal_to_the_steps_alone_stops_the_job(cluster, setup_file):
 
 
 def test_d5_ray_outlives_a_signal_that_is_for_training(tmp_path):
-    """Where Slurm sends it to the tasks alone, as it does with cgroups; the Ray here is a program that sleeps."""
+    """With cgroups Slurm signals the tasks only; the Ray here is a program that sleeps."""
     (tmp_path / "ray").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "ray").chmod(0o755)
     folder, notes = Path(f"/tmp/megastep-{free_port()}-0"), tmp_path / "terminated"
@@ -352,7 +351,7 @@ def test_d5_ray_outlives_a_signal_that_is_for_training(tmp_path):
     assert not (tmp_path / "lost").exists()
 
 
-def test_d5_a_job_that_is_cancelled_does_not_come_back(cluster, setup_file, folders):
+def test_d5_cancelled_job_is_not_requeued(cluster, setup_file, folders):
     job = cluster.submit(CONFIG, *TINY, MEGASTEP_SETUP=setup_file(NO_RAY_ON.format("n2")))
     family = wait_for(lambda: "Ray runtime started" in job.log(0) and job.family())
     assert [folder.exists() for folder in folders] == [False, True]
@@ -360,12 +359,12 @@ def test_d5_a_job_that_is_cancelled_does_not_come_back(cluster, setup_file, fold
     assert job.wait()["JobState"] == "CANCELLED"
     wait_for(lambda: not alive(family | job.family()))
     assert job.show()["Restarts"] == "0" and job.is_in("CANCELLED")
-    shutil.rmtree(job.raylets[0], ignore_errors=True)  # a job that follows would do it
+    shutil.rmtree(job.raylets[0], ignore_errors=True)  # the next job would
 
 
 @pytest.fixture
 def folders():
-    """Ray's, of a job that was killed and of one that runs."""
+    """Folders of Ray: of a killed job and of a running one."""
     number = free_port()
     dead, running = (Path(f"/tmp/megastep-{number}-{node}") for node in (0, 1))
     dead.mkdir()

@@ -1,4 +1,4 @@
-"""D3, D5: one job over two Ray nodes, and what happens when one of them is lost."""
+"""D3, D5: one job over two Ray nodes, and the loss of one of them."""
 
 import json
 import subprocess
@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from megastep.checkpoint.manifest import latest, read_manifest
-from megastep.report.writing import read_metrics
+from megastep.report.metrics_log import read_metrics
 from tests.launch.ray_cluster import HEAD, WORKER, two_nodes
 from tests.processes import alive, wait_for
 
-# A place is two CPUs here, for a rank and for an engine on it, and so is a node: the ranks cannot share one.
+# A bundle has two CPUs, for a rank and an engine, and so has a node: the ranks are on two nodes.
 CPUS = (2, 2)
 SMALL = (
     "run.wandb=disabled",
@@ -26,7 +26,7 @@ SMALL = (
     "optimizer.warmup_steps=0",
     "checkpoint.every_steps=1",
 )
-LOST_WITHIN_S = 90  # Ray takes 15 seconds to call a node dead; the machine may be busy
+LOST_WITHIN_S = 90  # Ray detects a dead node after 15 seconds; the machine may be busy
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +61,13 @@ def nodes_of(cluster, kind: str) -> list[str]:
 
 def is_up(cluster) -> bool:
     """Two ranks and an engine, as Ray sees them, and all CPUs taken."""
-    ranks, engines = nodes_of(cluster, "PolicyRank"), nodes_of(cluster, "Engine")
+    ranks = nodes_of(cluster, "PolicyRank")
+    engines = nodes_of(cluster, "Engine")
     return (len(ranks), len(engines)) == (2, 1) and cluster.cpus_used() == sum(CPUS)
 
 
 def script(cluster, text: str) -> str:
-    """What it prints."""
+    """The output of a Python script."""
     done = subprocess.run(
         [sys.executable, "-c", text],
         capture_output=True,
@@ -84,19 +85,26 @@ from megastep.cluster import Cluster
 from megastep.policy.actor import Policy, PolicyRank
 from megastep.config import load
 
-cluster = Cluster(load("configs/local.yaml", ["policy.ranks=4", "cluster.cpus_per_process=1"]), with_engines=False)
+config = load("configs/local.yaml", ["policy.ranks=4", "cluster.cpus_per_process=1"])
+cluster = Cluster(config, with_engines=False)
 try:
     cluster._connect()
     cluster._reserve()
-    turns = [cluster._actor(PolicyRank, bundle, 1, cluster.config, os.getcwd(), None) for bundle in (0, 2, 1, 3)]
-    print(json.dumps([[ray.get(a.where.remote())[0] for a in actors] for actors in (turns, Policy(turns).ranks)]))
+    turns = [
+        cluster._actor(PolicyRank, bundle, 1, config, os.getcwd(), None) for bundle in (0, 2, 1, 3)
+    ]
+    nodes = [
+        [ray.get(actor.where.remote())[0] for actor in actors]
+        for actors in (turns, Policy(turns).ranks)
+    ]
+    print(json.dumps(nodes))
 finally:
     cluster.__exit__()
 """
 
 
 def test_d3_ranks_are_numbered_node_by_node(cluster):
-    """However their places were given out; here those of the two nodes take turns."""
+    """In any order of the bundles; here those of the two nodes alternate."""
     turns, ranks = json.loads(script(cluster, NUMBERED))
     assert turns[0] == turns[2] != turns[1] == turns[3]
     assert ranks == [WORKER, WORKER, HEAD, HEAD]
@@ -110,7 +118,8 @@ from megastep.config import load
 
 nodes = ray.nodes
 ray.nodes = lambda: [node | {"NodeManagerHostname": f"m{node['NodeID'][0]}"} for node in nodes()]
-asked = cluster.Cluster(load("configs/local.yaml", ["cluster.cpus_per_process=1", "cluster.colocate=true"]))
+config = load("configs/local.yaml", ["cluster.cpus_per_process=1", "cluster.colocate=true"])
+asked = cluster.Cluster(config)
 try:
     asked._connect()
     asked._reserve()
@@ -121,8 +130,8 @@ finally:
 """
 
 
-def test_d3_two_machines_without_gpus_are_refused(cluster):
-    """Their nodes are on one machine here, which is why the runs below can be."""
+def test_d3_two_machines_without_gpus_are_rejected(cluster):
+    """The nodes of this cluster are on one machine, so the runs below are accepted."""
     line = script(cluster, TWO_MACHINES)
     assert line.startswith("sync.backend = shm") and line.endswith("on ma, mb only\n")
 
@@ -152,13 +161,13 @@ except RayActorError:
 """
 
 
-def test_d5_a_rank_that_died_is_the_cause_and_not_its_peer_that_noticed(cluster):
+def test_d5_dead_rank_is_reported_before_the_error_of_its_peer(cluster):
     assert "the death\n" in script(cluster, DYING)
 
 
 @pytest.fixture(scope="module")
 def trained(cluster, tmp_path_factory):
-    """A run of three steps: its directory, and where its ranks and its engine were."""
+    """A run of three training steps: its directory, and the nodes of its ranks and engine."""
     folder = tmp_path_factory.mktemp("trained")
     process = begin(cluster, folder, "both", "train.steps=3")
     try:
@@ -172,26 +181,26 @@ def trained(cluster, tmp_path_factory):
 
 
 def test_d3_d5_a_policy_on_two_nodes_trains_to_the_end(cluster, trained):
-    """Its experts are spread over both, and the engine is beside the first rank."""
+    """With expert parallelism over both; the engine is on the first rank's node."""
     folder, ranks, engines = trained
     assert sorted(ranks) == [WORKER, HEAD] and engines == [WORKER]
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert all(
-        row["mismatch/max_abs"] < 1e-3 for row in rows[1:]
-    )  # the weights of both ranks reach the engine
+    # The weights of both ranks reach the engine.
+    assert all(row["mismatch/max_abs"] < 1e-3 for row in rows[1:])
     assert read_manifest(latest(folder / "checkpoints"))["step"] == 3
 
 
-def test_d3_the_cluster_that_was_there_stays_and_is_free_again(cluster, trained):
+def test_d3_given_cluster_stays_and_is_free_again(cluster, trained):
     wait_for(lambda: not cluster.actors() and cluster.cpus_used() == 0, 60)
     assert sorted(cluster.nodes()) == [WORKER, HEAD]
     assert cluster.head.process.poll() is None and cluster.worker.process.poll() is None
 
 
-def test_d5_a_lost_node_ends_the_run_with_a_line(cluster, tmp_path):
-    """The last test of this cluster. Lost are a rank and the only engine, in the middle of a rollout: nobody waits for
-    an engine that could come back only to a policy that is not whole."""
+def test_d5_lost_node_ends_the_run_with_one_line(cluster, tmp_path):
+    """The last test of this cluster. A rank and the only engine are lost during a rollout: the run
+    does not wait for a restart of the engine, since the policy is incomplete.
+    """
     process = begin(
         cluster,
         tmp_path,
@@ -209,7 +218,7 @@ def test_d5_a_lost_node_ends_the_run_with_a_line(cluster, tmp_path):
     finally:
         process.kill()
     (line,) = [line for line in errors.splitlines() if line]
-    # Either the episodes notice it, if all were cut off, or training with those that had ended.
+    # Noticed by the rollout, if all episodes failed, or by training on those that had ended.
     cause = "the node of the policy's rank(s) 0 is lost" in line or line.startswith(
         "error: a rank of the policy died"
     )

@@ -13,7 +13,7 @@ import pytest
 from megastep import cli
 from megastep.checkpoint.loop_state import LoopState
 from megastep.checkpoint.manifest import latest, read_manifest
-from megastep.report.writing import read_metrics
+from megastep.report.metrics_log import read_metrics
 from megastep.samples import store
 from tests.processes import alive, descendants, wait_for
 from tests.runs import LOCAL, begin, exported, left, megastep, run, trained_ids

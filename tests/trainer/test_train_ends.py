@@ -13,7 +13,7 @@ from megastep import cli
 from megastep.checkpoint.manifest import latest, read_manifest
 from megastep.config import load
 from megastep.errors import RunFailed
-from megastep.report.writing import read_metrics
+from megastep.report.metrics_log import read_metrics
 from megastep.samples import store
 from megastep.trainer.loop import Loop
 from megastep.types import Group, Step, Trajectory
