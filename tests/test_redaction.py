@@ -176,7 +176,7 @@ def test_values_under_secret_keys_are_redacted(key, tmp_path):
     with pytest.raises(ConfigError) as error:
         load(tmp_path / "config.yaml")
     assert error.value.problems[0].startswith(
-        f"env.options.{key} = ***: a secret was left out when this file was"
+        f"env.options.{key} = ***: a secret was removed when this file was"
     )
 
 
@@ -212,7 +212,7 @@ def test_everything_below_a_secret_key_is_redacted(key, below, written, tmp_path
     if "***" not in repr(written):
         assert load(tmp_path / "config.yaml").env.options == given.env.options
         return
-    with pytest.raises(ConfigError, match=rf"env.options.{key}\S* = \*\*\*: a secret was left out"):
+    with pytest.raises(ConfigError, match=rf"env.options.{key}\S* = \*\*\*: a secret was removed"):
         load(tmp_path / "config.yaml")
 
 
@@ -233,7 +233,7 @@ def test_secrets_in_an_address_are_redacted(address, written, tmp_path):
     text = to_yaml(load(LOCAL, [f"env.options.url={address}"]))
     assert yaml.safe_load(text)["env"]["options"]["url"] == written
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="env.options.url = .*a secret was left out"):
+    with pytest.raises(ConfigError, match="env.options.url = .*a secret was removed"):
         load(tmp_path / "config.yaml")
 
 
