@@ -103,7 +103,7 @@ def test_a_cluster_that_is_too_small_fails_early(models):
 
 
 def test_nothing_is_left_behind(models):
-    """After Ctrl-C and after a killed driver; unrelated processes survive, whatever their name.
+    """After Ctrl-C and after a killed driver; unrelated processes survive, even with such names.
 
     The interrupted cluster is colocated, its model has tied embeddings.
     """

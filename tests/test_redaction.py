@@ -60,7 +60,7 @@ def test_the_saved_config_can_be_run_again(tmp_path):
 
 
 class Leaky(Env):
-    """Leaks its key where the row says so, after `before` other characters."""
+    """Leaks its key in the method `where` of the row, after `before` other characters."""
 
     def __init__(self, row, *, api_key: str):
         form = row.get("form", str)
@@ -302,7 +302,8 @@ def test_an_api_key_alone_uploads_nothing(tmp_path):
 
 
 class Recorder:
-    url, id = "https://there/mine/abc", "abc"
+    url = "https://there/mine/abc"
+    id = "abc"
 
     def __init__(self, **given):
         self.given = given

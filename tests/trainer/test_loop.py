@@ -85,11 +85,12 @@ async def held_out(prompts: list, on_trajectory) -> list:
 
 @pytest.mark.parametrize("version, kept", [(3, 0), (5, 4), (6, 4)])
 def test_s15_stale_tokens_are_not_trained_on(version, kept, tmp_path):
-    """Whatever the schedule was: the versions of the tokens decide."""
+    """By the versions of the tokens, not by the schedule."""
     episodes = Versioned()
     episodes.version = version
     loop = make_loop(tmp_path, episodes, "async.max_staleness=1")
-    loop.staleness.synced_versions, loop.step = [3, 5, 6], 1
+    loop.staleness.synced_versions = [3, 5, 6]
+    loop.step = 1
     with loop.stream:
         groups, metrics = loop.collect()
     assert len(groups) == kept and metrics["rollout/trajectories"] == 4 * episodes.samples
@@ -181,7 +182,8 @@ class Judged(Episodes):
 def collected(tmp_path, judge, *given: str) -> tuple[list, dict]:
     """The groups to train on, as {id: indices of its trajectories}, and the metrics."""
     loop = make_loop(tmp_path, Judged(judge), *given)
-    loop.staleness.synced_versions, loop.step = [0], 1
+    loop.staleness.synced_versions = [0]
+    loop.step = 1
     with loop.stream:
         groups, metrics = loop.collect()
     return {group.id: [t.index for t in group.trajectories] for group in groups}, metrics
@@ -196,7 +198,7 @@ ALL = [0, 1, 2]  # the trajectories of a prompt
 
 @pytest.mark.parametrize("stop_reason", FAILED)
 def test_failed_episodes_are_not_trained_on(stop_reason, tmp_path):
-    """Whatever reward they had so far."""
+    """Even with a reward."""
 
     def judge(id, index, trajectory):
         rewarded(id, index, trajectory)
@@ -227,7 +229,8 @@ def test_filters_truncated(policy, kept, trained, tmp_path):
             trajectory.steps[0].finish = FinishReason.LENGTH
 
     loop = make_loop(tmp_path, Judged(judge), f"filters.truncated={policy}")
-    loop.staleness.synced_versions, loop.step = [0], 1
+    loop.staleness.synced_versions = [0]
+    loop.step = 1
     with loop.stream:
         (group,) = [group for group in loop.collect()[0] if group.id == 1]
     assert [t.index for t in group.trajectories] == kept
