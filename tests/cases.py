@@ -67,7 +67,7 @@ def next_token_batches(worker: PolicyWorker):
         parallel.place().data_size,
         budget_tokens=2 * tokens.shape[1],
         align_tokens=p.tensor,
-        layout="flat",
+        pack_layout="flat",
         rounds_of=p.pipeline if p.virtual > 1 else 1,
     )
     return batches[parallel.place().data]
@@ -501,7 +501,9 @@ def router_loss_gradients(
     samples = [
         Sample(step(0, t[:1], t[1:]), i, 0, advantage=1.0, weight=0.0) for i, t in enumerate(tokens)
     ]
-    [[real]], _ = lay_out(samples, ranks=1, budget_tokens=128, align_tokens=align, layout="flat")
+    [[real]], _ = lay_out(
+        samples, ranks=1, budget_tokens=128, align_tokens=align, pack_layout="flat"
+    )
     batches = [join([], align, None) for _ in range(1 + paddings)]
     if parallel.place().data == 0:
         batches[0] = real
@@ -708,7 +710,7 @@ def worker_and_batches(
         samples,
         parallel.place().data_size,
         budget_tokens=tokens,
-        layout="flat",
+        pack_layout="flat",
         align_tokens=worker.config.policy.parallel.tensor,
     )
     mine = batches[parallel.place().data]

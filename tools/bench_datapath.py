@@ -1,27 +1,30 @@
-"""How fast are folding and packing, and how much memory do they take? Measured against SkyRL's step-wise merging.
+"""Benchmark folding and packing: time and memory, compared with SkyRL's step-wise merging.
 
-    ours    megastep.samples.lay_out: Steps → tries → micro-batches of 8 ranks, 32,768 tokens each, padded to 8;
-            with routing, the experts of every micro-batch are gathered as well
-    theirs  skyrl.train.generators.utils.merge_stepwise_output, then convert_prompts_responses_to_batch_tensors
+    ours    megastep.samples.lay_out: steps → tries → micro-batches of 8 ranks, 32,768 tokens each,
+            padded to 8; with routing, the routing of every micro-batch is gathered too
+    theirs  skyrl.train.generators.utils.merge_stepwise_output, then
+            convert_prompts_responses_to_batch_tensors
 
-    workload     trajectories × turns; prompt 800, response 120, observation 500 tokens; 8 trajectories a prompt
-    _stripped    the same with the first 80 tokens of each response (its thinking) gone from the next prompt, where
-                 their merging finds nothing to merge
+    workload     trajectories × turns; prompt 800, response 120, observation 500 tokens;
+                 8 trajectories per prompt
+    _stripped    the same without the first 80 tokens of each response (its thinking) in the next
+                 prompt, where prefix merging merges no step
 
-Each side takes what it is made for: ours numpy arrays, theirs Python lists. Seconds are CPU seconds of the process,
-one thread, the best of several runs. Their merging refuses routing, so they are always measured without. Routing is
-48 layers × top-8, each token recorded once per trajectory, as an engine gives it that leaves out the prefix it has
-already reported.
+Each side gets its own input format: numpy arrays for ours, Python lists for theirs. Seconds are CPU
+seconds of the process, one thread, the best of several runs. SkyRL's merging rejects routing and is
+always measured without. Routing is 48 layers × top-8, each token recorded once per trajectory, as
+by an engine that leaves out a prefix it has already returned.
 
-`peak_ratio`: the most memory that lay_out held at any time, results included, over the size of the arrays that went
-in; the larger of the runs with and without routing.
+`peak_ratio`: peak memory of lay_out, results included, over the size of the input arrays; the
+larger of the runs with and without routing.
 
-The peer lives in an environment of its own, made once in $XDG_CACHE_HOME/megastep/peer-skyrl (or ~/.cache); it takes
-torch and whatever else it needs and finds from the environment that runs this script.
+SkyRL is installed into a separate environment, once, in $XDG_CACHE_HOME/megastep/peer-skyrl (or
+~/.cache); it reuses torch and other packages of the environment that runs this script.
 
     python tools/bench_datapath.py [--runs 5]
 
-The last line is JSON: {"workloads": {NAME: {ours_s, peer_s, speedup, with_routing_s, peak_ratio}}, "exponent": x}.
+The last line is JSON:
+{"workloads": {NAME: {ours_s, peer_s, speedup, with_routing_s, peak_ratio}}, "exponent": x}.
 """
 
 import os
@@ -47,9 +50,21 @@ from megastep.samples import lay_out, make_samples
 from megastep.types import Group, Step, Trajectory
 
 WORKLOADS = {"512x4": (512, 4), "256x8": (256, 8), "64x30": (64, 30)}
-PROMPT, RESPONSE, OBSERVATION, THINKING = 800, 120, 500, 80
-SAMPLES, VOCAB, LAYERS, TOP_K, EXPERTS = 8, 150_000, 48, 8, 128
-RANKS, BUDGET, ALIGN = 8, 32_768, 8
+# Tokens.
+PROMPT = 800
+RESPONSE = 120
+OBSERVATION = 500
+THINKING = 80
+
+SAMPLES_PER_PROMPT = 8
+VOCAB = 150_000
+LAYERS = 48
+TOP_K = 8
+EXPERTS = 128
+
+RANKS = 8
+BUDGET_TOKENS = 32_768
+ALIGN_TOKENS = 8
 PEER = (
     "skyrl==0.3.0",
     "skyrl-gym==0.4.0",
@@ -72,20 +87,25 @@ PEER = (
 
 def make_groups(trajectories: int, turns: int, stripped: bool, routing: bool) -> list[Group]:
     rng = np.random.default_rng(0)
-    return [_make_group(rng, id, turns, stripped, routing) for id in range(trajectories // SAMPLES)]
+    groups = trajectories // SAMPLES_PER_PROMPT
+    return [_make_group(rng, id, turns, stripped, routing) for id in range(groups)]
 
 
 def _make_group(rng, id: int, turns: int, stripped: bool, routing: bool) -> Group:
     prompt = _ids(rng, PROMPT)
-    prompt_experts = _experts(rng, PROMPT) if routing else None
+    prompt_routing = _routing(rng, PROMPT) if routing else None
     group = Group(id, [])
-    for index in range(SAMPLES):
-        steps, ids, recorded = [], prompt, 0
+    for index in range(SAMPLES_PER_PROMPT):
+        steps = []
+        ids = prompt
+        recorded = 0  # leading tokens of `ids` whose routing an earlier step recorded
         for i in range(turns):
             response = _ids(rng, RESPONSE)
-            experts = _experts(rng, len(ids) + RESPONSE - 1 - recorded) if routing else None
-            if routing and i == 0:
-                experts[:PROMPT] = prompt_experts  # the same tokens, the same experts
+            step_routing = None
+            if routing:
+                step_routing = _routing(rng, len(ids) + RESPONSE - 1 - recorded)
+                if i == 0:
+                    step_routing[:PROMPT] = prompt_routing  # equal in all trajectories
             steps.append(
                 Step(
                     index=i,
@@ -96,14 +116,13 @@ def _make_group(rng, id: int, turns: int, stripped: bool, routing: bool) -> Grou
                     logprobs=np.full(RESPONSE, -0.1, np.float32),
                     versions=np.array([[0, RESPONSE]], np.int32),
                     reward=float(i == turns - 1 and index % 2),
-                    routing=experts,
+                    routing=step_routing,
                     routing_start=recorded,
                 )
             )
             recorded = len(ids) if stripped else len(ids) + RESPONSE - 1
-            ids = np.concatenate(
-                [ids, response[THINKING if stripped else 0 :], _ids(rng, OBSERVATION)]
-            )
+            kept = response[THINKING if stripped else 0 :]
+            ids = np.concatenate([ids, kept, _ids(rng, OBSERVATION)])
         group.trajectories.append(Trajectory(id, index, steps))
     return group
 
@@ -112,21 +131,27 @@ def _ids(rng, n: int) -> np.ndarray:
     return rng.integers(0, VOCAB, n, dtype=np.int32)
 
 
-def _experts(rng, n: int) -> np.ndarray:
+def _routing(rng, n: int) -> np.ndarray:
     return rng.integers(0, EXPERTS, (n, LAYERS, TOP_K), dtype=np.uint8)
 
 
 def array_bytes(groups: list[Group]) -> int:
-    """Of all arrays of all steps."""
-    arrays = (a for g in groups for t in g.trajectories for s in t.steps for a in vars(s).values())
-    return sum(a.nbytes for a in arrays if isinstance(a, np.ndarray))
+    """The size of all arrays of all steps."""
+    total = 0
+    for step in _steps(groups):
+        total += sum(a.nbytes for a in vars(step).values() if isinstance(a, np.ndarray))
+    return total
+
+
+def _steps(groups: list[Group]) -> list[Step]:
+    return [s for g in groups for t in g.trajectories for s in t.steps]
 
 
 # ---------------------------------------------------------------- ours
 
 
 def run_ours(samples):
-    micro_batches, _ = lay_out(samples, RANKS, BUDGET, ALIGN)
+    micro_batches, _ = lay_out(samples, RANKS, BUDGET_TOKENS, ALIGN_TOKENS)
     routing = [micro.trie.routing() for rank in micro_batches for micro in rank]
     return micro_batches, routing
 
@@ -143,7 +168,7 @@ def cpu_seconds(run, runs: int) -> float:
 
 
 def peak_bytes(run) -> int:
-    """Most bytes held at once by what `run` allocates, its result included."""
+    """Peak of the bytes that `run` allocates, its result included."""
     gc.collect()
     tracemalloc.start()
     result = run()
@@ -156,7 +181,7 @@ def peak_bytes(run) -> int:
 def measure_ours(
     shape: tuple[int, int], stripped: bool, routing: bool, runs: int
 ) -> tuple[float, float]:
-    """CPU seconds, and the peak over the size of the input."""
+    """CPU seconds, and the peak memory over the size of the input."""
     groups = make_groups(*shape, stripped, routing)
     samples = make_samples(groups, "grpo", "token")
     ratio = peak_bytes(lambda: run_ours(samples)) / array_bytes(groups)
@@ -164,7 +189,7 @@ def measure_ours(
 
 
 def growth(runs: int) -> tuple[list[tuple[int, float]], float]:
-    """Seconds for 1, 2, 4 and 8 times the trajectories, and the exponent that fits them."""
+    """Seconds for 1, 2, 4 and 8 times the trajectories, and the fitted exponent."""
     sizes = (128, 256, 512, 1024)
     found = []
     for trajectories in sizes:
@@ -174,12 +199,12 @@ def growth(runs: int) -> tuple[list[tuple[int, float]], float]:
     return found, float(exponent)
 
 
-# ---------------------------------------------------------------- theirs, in an environment of its own
+# ---------------------------------------------------------------- theirs, in its own environment
 
 PEER_SCRIPT = """
 import json, sys, time, typing
 import typing_extensions
-typing.TypedDict = typing_extensions.TypedDict  # pydantic wants it so below Python 3.12
+typing.TypedDict = typing_extensions.TypedDict  # pydantic needs it below Python 3.12
 import numpy as np, torch
 torch.set_num_threads(1)
 from loguru import logger
@@ -195,24 +220,37 @@ def load(path):
     data = np.load(path)
     prompts = [p.tolist() for p in np.split(data["prompts"], data["prompt_ends"][:-1])]
     responses = data["responses"].tolist()
-    turns, length, n = int(data["turns"]), len(responses[0]), len(responses)
+    turns = int(data["turns"])
+    samples = int(data["samples_per_prompt"])
+    length = len(responses[0])
+    n = len(responses)
     last = [i % turns == turns - 1 for i in range(n)]
-    samples = int(data["samples"])
+    trajectories = [i // turns for i in range(n)]
     return {
-        "prompt_token_ids": prompts, "response_ids": responses, "loss_masks": [[1] * length for _ in range(n)],
-        "rewards": [[0.0] * (length - 1) + [float(end)] for end in last], "stop_reasons": ["stop"] * n,
-        "rollout_logprobs": [[-0.1] * length for _ in range(n)], "rollout_metrics": None, "is_last_step": last,
+        "prompt_token_ids": prompts,
+        "response_ids": responses,
+        "loss_masks": [[1] * length for _ in range(n)],
+        "rewards": [[0.0] * (length - 1) + [float(end)] for end in last],
+        "stop_reasons": ["stop"] * n,
+        "rollout_logprobs": [[-0.1] * length for _ in range(n)],
+        "rollout_metrics": None,
+        "is_last_step": last,
         "rollout_expert_indices": None,
-        "trajectory_ids": [TrajectoryID(str(i // turns // samples), i // turns % samples) for i in range(n)],
+        "trajectory_ids": [TrajectoryID(str(t // samples), t % samples) for t in trajectories],
     }
 
-path, runs = sys.argv[1], int(sys.argv[2])
-batch, best = load(path), float("inf")
+batch = load(sys.argv[1])
+runs = int(sys.argv[2])
+best = float("inf")
 for _ in range(runs):
     start = time.process_time()
     merged = merge_stepwise_output(batch)
     tensors = convert_prompts_responses_to_batch_tensors(
-        Tokenizer, merged["prompt_token_ids"], merged["response_ids"], merged["rewards"], merged["loss_masks"],
+        Tokenizer,
+        merged["prompt_token_ids"],
+        merged["response_ids"],
+        merged["rewards"],
+        merged["loss_masks"],
         merged["rollout_logprobs"],
     )
     best = min(best, time.process_time() - start)
@@ -221,20 +259,21 @@ print(json.dumps({"seconds": best, "rows": len(merged["response_ids"])}))
 
 
 class PeerError(RuntimeError):
-    """The peer cannot be installed or run; the message says what to do."""
+    """The peer cannot be installed or run."""
 
 
 def peer_python() -> Path:
-    """The interpreter of the peer's environment, which is made on first use."""
+    """The interpreter of the peer's environment, which is created on first use."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "megastep" / "peer-skyrl"
-    python, done = folder / "bin" / "python", folder / "complete"
+    python = folder / "bin" / "python"
+    done = folder / "complete"
     if done.exists() and done.read_text() == sys.prefix:
         return python
     print(f"installing {PEER[0]} into {folder} ...", flush=True)
     venv.create(folder, with_pip=True, clear=True)
     site = next((folder / "lib").glob("python*")) / "site-packages"
-    # torch, transformers and the like come from here: the peer's own pins would fetch gigabytes.
+    # Reuse torch, transformers etc. of this environment: the peer's pins would fetch gigabytes.
     (site / "reuse.pth").write_text(sysconfig.get_path("purelib") + "\n")
     install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", *PEER]
     result = subprocess.run(install, capture_output=True, text=True)
@@ -247,9 +286,7 @@ def peer_python() -> Path:
 
 
 def measure_peer(shape: tuple[int, int], stripped: bool, runs: int, folder: Path) -> float:
-    steps = [
-        s for g in make_groups(*shape, stripped, False) for t in g.trajectories for s in t.steps
-    ]
+    steps = _steps(make_groups(*shape, stripped, routing=False))
     file = folder / "workload.npz"
     prompts = [s.prompt_ids for s in steps]
     np.savez(
@@ -258,14 +295,14 @@ def measure_peer(shape: tuple[int, int], stripped: bool, runs: int, folder: Path
         prompt_ends=np.cumsum([len(p) for p in prompts]),
         responses=np.stack([s.response_ids for s in steps]),
         turns=shape[1],
-        samples=SAMPLES,
+        samples_per_prompt=SAMPLES_PER_PROMPT,
     )
     result = subprocess.run(
         [peer_python(), "-c", PEER_SCRIPT, file, str(runs)], capture_output=True, text=True
     )
     file.unlink()
     if result.returncode:
-        raise PeerError(f"the peer {PEER[0]} does not run here:\n{result.stderr.strip()[-800:]}")
+        raise PeerError(f"the peer {PEER[0]} failed:\n{result.stderr.strip()[-800:]}")
     return json.loads(result.stdout.splitlines()[-1])["seconds"]
 
 
@@ -282,17 +319,18 @@ def main() -> int:
         python = peer_python()
     except (PeerError, OSError, subprocess.SubprocessError) as error:
         print(
-            f"bench_datapath: {error}\nit needs a package index (pip) and a writable cache folder",
+            f"bench_datapath: {error}\nneeds a package index (pip) and a writable cache folder",
             file=sys.stderr,
         )
         return 2
     print(
-        f"{'workload':<16}{'ours s':>9}{'theirs s':>10}{'speed-up':>10}{'with routing s':>16}{'peak ratio':>12}"
+        f"{'workload':<16}{'ours s':>9}{'theirs s':>10}{'speed-up':>10}"
+        f"{'with routing s':>16}{'peak ratio':>12}"
     )
     workloads = {}
     for stripped in (False, True):
-        for name, shape in WORKLOADS.items():
-            name += "_stripped" if stripped else ""
+        for workload, shape in WORKLOADS.items():
+            name = f"{workload}_stripped" if stripped else workload
             peer = measure_peer(shape, stripped, min(args.runs, 3), python.parent)
             ours, plain_ratio = measure_ours(shape, stripped, False, args.runs)
             routed, routed_ratio = measure_ours(shape, stripped, True, min(args.runs, 3))

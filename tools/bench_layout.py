@@ -130,14 +130,14 @@ def micro_batches(groups: list[Group], setup: str) -> list[MicroBatch]:
     samples = make_samples(groups, "grpo", "token")
     if setup == "flat_padded":
         return padded(samples)
-    return lay_out(samples, 1, BUDGET, layout=setup, attention_tokens=6 * MODEL["hidden_size"])[0][
-        0
-    ]
+    return lay_out(
+        samples, 1, BUDGET, pack_layout=setup, attention_tokens=6 * MODEL["hidden_size"]
+    )[0][0]
 
 
 def padded(samples) -> list[MicroBatch]:
     """As many steps as the budget holds, each padded to the longest of all."""
-    tries = [lay_out([sample], 1, BUDGET, layout="flat")[0][0][0].trie for sample in samples]
+    tries = [lay_out([sample], 1, BUDGET, pack_layout="flat")[0][0][0].trie for sample in samples]
     longest = max(map(len, tries))
     size = BUDGET // longest
     return [rectangle(tries[at : at + size], longest) for at in range(0, len(tries), size)]

@@ -204,7 +204,7 @@ def _measure(worker, groups: list[Group], layout: str, replay: bool) -> tuple[np
         for step in t.steps
     ]
     batches, _ = lay_out(
-        samples, place.data_size, budget_tokens=4096, align_tokens=p.tensor, layout=layout
+        samples, place.data_size, budget_tokens=4096, align_tokens=p.tensor, pack_layout=layout
     )
     deltas, differing, decisions = [], 0, 0
     for batch in batches[place.data]:

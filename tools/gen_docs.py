@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/: metrics, requirements with their tests, layers, errors.
+"""Write the generated parts of docs/: configuration, metrics, requirements, layers, errors.
 
     python tools/gen_docs.py            write the pages
     python tools/gen_docs.py --check    exit code 1, naming the pages that are out of date
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megastep import errors
+from megastep.config import listing, schema
 from megastep.report.meanings import MEANINGS
 from tests.test_imports import LAYERS
 
@@ -123,6 +124,17 @@ HOMONYMS = {
     ("D4", "tests/rollout/test_renderer.py"),
 }
 
+CONFIGURATION_INTRODUCTION = """# Configuration
+
+A config is a YAML file with the keys that differ from the defaults. `base: other.yaml` starts from
+another file; `key=value` on the command line replaces single values. Relative paths in a file are
+relative to that file. Unknown keys and invalid values end with one line per problem before any
+process starts.
+
+`megastep config CONFIG [key=value ...]` prints every value with the file, override or default that
+it comes from; `megastep config --list` prints the tables below.
+"""
+
 REQUIREMENTS_INTRODUCTION = """# Requirements
 
 Each behaviour has an id. A test names the id that it holds in its name (`test_s13_...`) or in a
@@ -179,6 +191,31 @@ def _ids_of(tree: ast.Module) -> Iterator[str]:
             yield from re.findall(r"\b[SDX]\d+\b", ast.get_docstring(node) or "")
 
 
+def configuration_page() -> str:
+    """Every key of megastep/config/schema.py, a table per section."""
+    lines = [CONFIGURATION_INTRODUCTION]
+    for section in schema.sections():
+        prefix = f"{section}."
+        keys = [key for key in schema.settings() if key.rpartition(".")[0] == section]
+        if not keys:
+            continue
+        lines += [f"## {schema.written(section)}\n", "| key | type | default | meaning |"]
+        lines.append("|---|---|---|---|")
+        for key in keys:
+            found = schema.settings()[key]
+            meaning = found.metadata["meaning"]
+            allowed = listing.constraint_text(found)
+            if allowed:
+                meaning += f" ({allowed})"
+            cells = [key.removeprefix(prefix), schema.type_name(found)]
+            cells.append(listing.default_text(found))
+            lines.append(
+                "| " + " | ".join(f"`{_cell(cell)}`" for cell in cells) + f" | {_cell(meaning)} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
@@ -197,6 +234,7 @@ def errors_block() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "docs/configuration.md": configuration_page,
     "docs/metrics.md": metrics_page,
     "docs/requirements.md": requirements_page,
 }

@@ -583,7 +583,8 @@ def default_of(found: Field) -> Any:
 
 
 def type_name(found: Field) -> str:
-    return found.type.__name__ if isinstance(found.type, type) else str(found.type)
+    name = found.type.__name__ if isinstance(found.type, type) else str(found.type)
+    return name.replace("typing.", "")
 
 
 def value_of(config: Config, key: str) -> Any:

@@ -67,7 +67,7 @@ MEANINGS = {
     "train/tokens_computed": "tokens of all micro-batches, with repeated prefixes and padding",
     "train/sharing_ratio": "tokens_before_merge / tokens_distinct",
     "train/micro_batches": "micro-batches per rank",
-    "train/paddings": "padding micro-batches, which keep the count equal on all ranks",
+    "train/padding_micro_batches": "padding micro-batches, which keep the count equal on all ranks",
     "train/packing_efficiency": "fraction of the token budget of all micro-batches that holds real "
     "tokens",
     "train/balance": "mean tokens per rank / maximum tokens per rank",

@@ -1,20 +1,21 @@
-"""Filters: which trajectories are trained on. Each returns what is left and what it dropped, with the reason.
+"""Filters: which trajectories are trained on. Each returns the groups kept and what it dropped.
 
-    failed           a trajectory whose environment or engine failed    dropped: its reward does not judge the policy
-    finite_rewards   a trajectory whose reward is NaN or infinite       dropped
-    truncated        a trajectory that was cut off                      kept | masked | dropped
-    zero_variance    a prompt whose trained steps all have advantage 0  dropped: the estimator learns nothing from it
+    failed           a trajectory whose environment or engine failed      dropped
+    finite_rewards   a trajectory whose reward is NaN or infinite         dropped
+    truncated        a trajectory that hit a length limit                 kept | masked | dropped
+    zero_variance    a group whose trained steps all have advantage 0     dropped
 
-`filters.dynamic_sampling` plays others in the place of prompts that were dropped, until a batch is full (DAPO, Yu et
-al. 2025); nothing is left over for a later step, by when it would be of an older policy.
+`filters.dynamic_sampling` samples further prompts in place of dropped ones until a batch is full
+(DAPO, Yu et al. 2025). No group is carried over to a later training step, where it would be stale.
 
-They drop trajectories, never steps: one trajectory has one reward however many rows it becomes. A masked trajectory
-keeps its place in the group's statistics and trains nothing.
+Filters drop trajectories, never single steps: the reward belongs to the trajectory. A masked
+trajectory counts in the group's statistics and trains no token.
 
-Whether a prompt is degenerate depends on the estimator: trajectories of equal total reward, earned at different steps,
-mean nothing to `grpo` and something to `step_returns` and `gigpo`.
+Whether a group is degenerate depends on the estimator: equal total rewards earned at different
+steps are degenerate for `grpo`, not for `step_returns` and `gigpo`.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -23,7 +24,7 @@ from megastep.config import Config
 from megastep.samples import advantage
 from megastep.types import FAILED, TRUNCATED, Group, Trajectory
 
-TRUNCATED_POLICIES = ("keep", "mask", "drop")  # of filters.truncated
+TRUNCATED_POLICIES = ("keep", "mask", "drop")  # values of filters.truncated
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,18 @@ def finite_rewards(groups: list[Group]) -> tuple[list[Group], list[Dropped]]:
 
 
 def truncated(groups: list[Group], policy: str) -> tuple[list[Group], list[Dropped]]:
-    """What to do with trajectories that hit a length limit. Masked ones are reported too: they train nothing."""
+    """Keep, mask or drop trajectories that hit a length limit. Masked ones are reported too."""
     if policy not in TRUNCATED_POLICIES:
         raise ValueError(
             f"filters.truncated = {policy}: must be one of {', '.join(TRUNCATED_POLICIES)}"
         )
     if policy == "keep":
         return groups, []
-    kept, dropped = _drop(groups, _cut_off)
+    kept, dropped = _drop(groups, _truncation)
     if policy == "drop":
         return kept, dropped
     masked = [
-        replace(g, trajectories=[_mask(t) if _cut_off(t) else t for t in g.trajectories])
+        replace(g, trajectories=[_mask(t) if _truncation(t) else t for t in g.trajectories])
         for g in groups
     ]
     return masked, [replace(d, reason=d.reason + ", masked") for d in dropped]
@@ -89,27 +90,28 @@ def truncated(groups: list[Group], policy: str) -> tuple[list[Group], list[Dropp
 def zero_variance(
     groups: list[Group], estimator: str, gamma: float = 1.0, step_coef: float = 1.0
 ) -> tuple[list[Group], list[Dropped]]:
-    """Without the groups from which this estimator learns nothing."""
-    kept, dropped = [], []
+    """Drop the groups that are degenerate for this estimator."""
+    kept: list[Group] = []
+    dropped: list[Dropped] = []
     for group in groups:
-        if _teaches(group, advantage.advantages(group, estimator, gamma, step_coef)):
+        if _has_signal(group, advantage.advantages(group, estimator, gamma, step_coef)):
             kept.append(group)
         else:
-            reason = _why_degenerate(group)
+            reason = _degenerate_reason(group)
             dropped += [Dropped(group.id, t.index, reason) for t in group.trajectories]
     return kept, dropped
 
 
-def _teaches(group: Group, advantages: list[np.ndarray]) -> bool:
-    """Is any step trained with an advantage other than 0?"""
-    return any(
-        advantage != 0 and step.loss_mask.any()
-        for trajectory, per_step in zip(group.trajectories, advantages)
-        for step, advantage in zip(trajectory.steps, per_step)
-    )
+def _has_signal(group: Group, advantages: list[np.ndarray]) -> bool:
+    """Whether any trained step has an advantage other than 0."""
+    for trajectory, step_advantages in zip(group.trajectories, advantages):
+        for step, step_advantage in zip(trajectory.steps, step_advantages):
+            if step_advantage != 0 and step.loss_mask.any():
+                return True
+    return False
 
 
-def _why_degenerate(group: Group) -> str:
+def _degenerate_reason(group: Group) -> str:
     rewards, sizes = advantage.outcomes(group)
     if len(rewards) < 2:
         return "one trajectory, none to compare it with"
@@ -118,29 +120,32 @@ def _why_degenerate(group: Group) -> str:
     return "no trained step has an advantage other than 0"
 
 
-def _drop(groups: list[Group], reason) -> tuple[list[Group], list[Dropped]]:
-    """Without the trajectories that `reason` gives one for; groups that lose all of them go too."""
-    kept, dropped = [], []
+def _drop(
+    groups: list[Group], drop_reason: Callable[[Trajectory], str | None]
+) -> tuple[list[Group], list[Dropped]]:
+    """Drop the trajectories with a reason, and the groups that lose all of theirs."""
+    kept: list[Group] = []
+    dropped: list[Dropped] = []
     for group in groups:
-        reasons = [reason(t) for t in group.trajectories]
-        dropped += [
-            Dropped(group.id, t.index, why) for t, why in zip(group.trajectories, reasons) if why
-        ]
-        left = [t for t, why in zip(group.trajectories, reasons) if not why]
+        left = []
+        for trajectory in group.trajectories:
+            reason = drop_reason(trajectory)
+            if reason:
+                dropped.append(Dropped(group.id, trajectory.index, reason))
+            else:
+                left.append(trajectory)
         if left:
             kept.append(replace(group, trajectories=left))
     return kept, dropped
 
 
-def _cut_off(trajectory: Trajectory) -> str | None:
+def _truncation(trajectory: Trajectory) -> str | None:
     if not trajectory.steps:
         return "first prompt too long"
     last = trajectory.steps[-1]
-    return f"cut off at step {last.index} ({last.finish})" if last.finish in TRUNCATED else None
+    return f"truncated at step {last.index} ({last.finish})" if last.finish in TRUNCATED else None
 
 
 def _mask(trajectory: Trajectory) -> Trajectory:
-    return replace(
-        trajectory,
-        steps=[replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in trajectory.steps],
-    )
+    steps = [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in trajectory.steps]
+    return replace(trajectory, steps=steps)

@@ -1,10 +1,10 @@
-"""Metrics of the data path. What each means is said in `megastep/report/meanings.py`.
+"""Metrics of the data path; `megastep/report/meanings.py` documents each.
 
-A number about trajectories counts each once; one about turns says `turn/`. Means over nothing are left out rather than
-given as NaN.
+A metric counts trajectories; metrics under `turn/` count turns. The mean of no values is left out.
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from math import comb
 
 import numpy as np
@@ -15,7 +15,7 @@ from megastep.types import Group, MicroBatch, Trajectory
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
-    """Of what was generated; the same function for training and evaluation, synchronous and not."""
+    """Metrics of generated groups, in training and evaluation."""
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([t.reward for t in trajectories])
     turns = [len(t.steps) for t in trajectories]
@@ -29,25 +29,32 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         **_mean("reward/success", [succeeded(t) for t in trajectories]),
         **_mean_max("rollout/turns", turns),
         **_mean_max("rollout/response_tokens", lengths),
-        **_shares("rollout/stop_", [t.stop_reason for t in trajectories]),
+        **_fractions("rollout/stop_", [t.stop_reason for t in trajectories]),
     }
-    reported = defaultdict(list)
-    for t in trajectories:
-        for name, value in t.env_metrics.items():
-            if isinstance(value, (bool, int, float)):
-                reported[name].append(value)
-    for name, values in reported.items():
-        metrics |= _mean(f"env/{name}", values)
-    return metrics | _pass_at_k(groups) | _turn_metrics(trajectories)
+    return metrics | _env_metrics(trajectories) | _pass_at_k(groups) | _turn_metrics(trajectories)
 
 
 def evaluation_metrics(groups: list[Group]) -> dict[str, float]:
-    """The same of held-out prompts, under names of their own."""
-    short = {"reward/mean": "reward_mean", "reward/std": "reward_std"}
-    return {
-        "eval/" + short.get(name, name.removeprefix("reward/").removeprefix("rollout/")): value
-        for name, value in rollout_metrics(groups).items()
-    }
+    """The rollout metrics of held-out prompts, under `eval/`."""
+    renamed = {"reward/mean": "reward_mean", "reward/std": "reward_std"}
+    metrics = {}
+    for name, value in rollout_metrics(groups).items():
+        short = name.removeprefix("reward/").removeprefix("rollout/")
+        metrics[f"eval/{renamed.get(name, short)}"] = value
+    return metrics
+
+
+def _env_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Means of the numbers that the environment reports."""
+    reported = defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in trajectory.env_metrics.items():
+            if isinstance(value, (bool, int, float)):
+                reported[name].append(value)
+    metrics: dict[str, float] = {}
+    for name, values in reported.items():
+        metrics |= _mean(f"env/{name}", values)
+    return metrics
 
 
 def _turn_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -58,17 +65,18 @@ def _turn_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         **({"turn/older_routing": sum(map(_older_routing, trajectories))} if recorded else {}),
         **_mean_max("turn/prompt_tokens", [len(s.prompt_ids) for s in steps]),
         **_mean_max("turn/response_tokens", [len(s.response_ids) for s in steps]),
-        **_shares("turn/finish_", [s.finish for s in steps]),
+        **_fractions("turn/finish_", [s.finish for s in steps]),
     }
 
 
 def _older_routing(trajectory: Trajectory) -> int:
-    """Steps that left out experts of their prompt, and were sampled by another version than the step that has them."""
-    pairs = zip(trajectory.steps, trajectory.steps[1:])
-    return sum(
-        s.routing_start > 0 and before.versions[-1:, 0].tolist() != s.versions[:1, 0].tolist()
-        for before, s in pairs
-    )
+    """Steps that take routing of their prompt from a step of another weight version."""
+    count = 0
+    for previous, step in zip(trajectory.steps, trajectory.steps[1:]):
+        last_version = previous.versions[-1:, 0].tolist()
+        first_version = step.versions[:1, 0].tolist()
+        count += step.routing_start > 0 and last_version != first_version
+    return count
 
 
 def succeeded(trajectory: Trajectory) -> bool:
@@ -84,50 +92,53 @@ def count_trajectories(groups: list[Group]) -> int:
 
 
 def _pass_at_k(groups: list[Group]) -> dict[str, float]:
-    """1 − C(n − c, k) / C(n, k) with c successes of n, averaged over prompts (Chen et al. 2021, eq. 1)."""
+    """1 − C(n − c, k) / C(n, k) with c successes of n, averaged over prompts.
+
+    Chen et al. 2021, eq. 1.
+    """
     counts = [(len(g.trajectories), sum(map(succeeded, g.trajectories))) for g in groups]
     smallest = min((n for n, _ in counts), default=0)
-    metrics, k = {}, 1
+    metrics: dict[str, float] = {}
+    k = 1
     while k <= smallest:
-        metrics |= _mean(
-            f"reward/pass_at_{k}", [1 - comb(n - c, k) / comb(n, k) for n, c in counts]
-        )
+        per_prompt = [1 - comb(n - c, k) / comb(n, k) for n, c in counts]
+        metrics |= _mean(f"reward/pass_at_{k}", per_prompt)
         k *= 2
     return metrics
 
 
 def filter_metrics(dropped: list[Dropped], trajectories: int) -> dict[str, float]:
-    """`trajectories`: how many went in."""
-    share = {"filter/dropped_fraction": len(dropped) / trajectories} if trajectories else {}
-    return {"filter/dropped": len(dropped)} | share
+    """trajectories: the number before filtering."""
+    metrics: dict[str, float] = {"filter/dropped": len(dropped)}
+    if trajectories:
+        metrics["filter/dropped_fraction"] = len(dropped) / trajectories
+    return metrics
 
 
-def layout_metrics(
+def packing_metrics(
     report: FoldReport, micro_batches: list[list[MicroBatch]], budget_tokens: int
 ) -> dict[str, float]:
-    """Of one mini-batch, over all ranks. Fillers count as what they cost and as nothing else."""
+    """Metrics of one mini-batch, over all ranks. Padding counts only in the tokens computed."""
     all_batches = [m for rank in micro_batches for m in rank]
-    real = [sum(m.real_tokens for m in rank) for rank in micro_batches]
-    metrics = {
+    real_tokens = [sum(m.real_tokens for m in rank) for rank in micro_batches]  # [rank]
+    metrics: dict[str, float] = {
         "train/sequences_before_merge": report.sequences_before,
         "train/sequences_after_merge": report.sequences_after,
         "train/tokens_before_merge": report.tokens_before,
         "train/tokens_distinct": report.tokens_distinct,
         "train/tokens_computed": sum(len(m.trie) for m in all_batches),
         "train/micro_batches": len(micro_batches[0]),
-        "train/paddings": sum(m.real_tokens == 0 for m in all_batches),
-        "train/packing_efficiency": sum(real) / (budget_tokens * len(all_batches)),
+        "train/padding_micro_batches": sum(m.real_tokens == 0 for m in all_batches),
+        "train/packing_efficiency": sum(real_tokens) / (budget_tokens * len(all_batches)),
     }
     if report.tokens_distinct:
         metrics["train/sharing_ratio"] = report.tokens_before / report.tokens_distinct
-        metrics["train/balance"] = float(np.mean(real) / max(real))
+        metrics["train/balance"] = float(np.mean(real_tokens) / max(real_tokens))
     if report.tokens_replayed:
-        metrics["routing_replay/conflict_rate"] = report.routes_conflicting / max(
-            report.routes_compared, 1
-        )
-        metrics["routing_replay/free_fraction"] = report.tokens_free / (
-            report.tokens_free + report.tokens_replayed
-        )
+        compared = max(report.routes_compared, 1)
+        routed = report.tokens_free + report.tokens_replayed
+        metrics["routing_replay/conflict_rate"] = report.routes_conflicting / compared
+        metrics["routing_replay/free_fraction"] = report.tokens_free / routed
     return metrics
 
 
@@ -139,14 +150,14 @@ _COUNTS = (
     "train/tokens_computed",
     "train/tokens_trained",
     "train/micro_batches",
-    "train/paddings",
+    "train/padding_micro_batches",
     "train/empty_mini_batches",
 )
 
 
 def over_mini_batches(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Of a batch, from those of its mini-batches: counts are added, maxima are maxima, all else is the mean."""
-    combined = {}
+    """Metrics of a batch: the sum of counts, the maximum of maxima, the mean of all others."""
+    combined: dict[str, float] = {}
     for name in dict.fromkeys(name for each in metrics for name in each):
         values = [each[name] for each in metrics if name in each]
         if name in _COUNTS:
@@ -161,15 +172,15 @@ def over_mini_batches(metrics: list[dict[str, float]]) -> dict[str, float]:
 # ---------------------------------------------------------------- small statistics
 
 
-def _mean(name: str, values) -> dict[str, float]:
+def _mean(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
     return {name: float(np.mean(values))} if len(values) else {}
 
 
-def _mean_max(name: str, values) -> dict[str, float]:
-    return (
-        {f"{name}_mean": float(np.mean(values)), f"{name}_max": max(values)} if len(values) else {}
-    )
+def _mean_max(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {f"{name}_mean": float(np.mean(values)), f"{name}_max": max(values)}
 
 
-def _shares(prefix: str, names: list[str]) -> dict[str, float]:
+def _fractions(prefix: str, names: list[str]) -> dict[str, float]:
     return {f"{prefix}{name}": count / len(names) for name, count in sorted(Counter(names).items())}

@@ -1,19 +1,19 @@
 """Packing: which rank computes what, in which micro-batch.
 
-    mini_batches   prompts → optimizer steps: B prompts, b each, make ceil(B / b) of them, however many turns
-    cut            a trie over the budget → parts under it, along depth-first order, with the least repeated prefix
-    pack           parts → bins under the budget → ranks, so that ranks and micro-batches cost about the same
+    mini_batches   prompts → optimizer steps: ceil(B / b) for B prompts, b per mini-batch
+    cut            a trie over the token budget → parts under it, with the least repeated prefix
+    pack           parts → bins under the budget → ranks, with balanced cost per rank and round
     join           a bin → one forest, padded to the alignment
 
-Expert parallelism spans data-parallel ranks, so every rank runs the same number of micro-batches. Where there is
-nothing left to run, a padding stands in: one padding sequence and one loss row of weight 0 that belongs to nobody, so
-that forward, backward and their collectives run and add nothing.
+Expert parallelism spans data-parallel ranks, so every rank must run the same number of
+micro-batches. Padding micro-batches make up the difference: one padding sequence and one loss row
+of weight 0, so that forward, backward and their collectives run and contribute 0.
 
 Invariants, held by the tests, for every budget, alignment and number of ranks:
 
-    every loss row is in exactly one micro-batch, unchanged; the rows of one step are in the same one
-    no micro-batch has more tokens than the budget, padding included; its length is a multiple of the alignment
-    every rank has the same number of micro-batches; paddings have weight 0
+    every loss row is in exactly one micro-batch, unchanged; the rows of a step are in the same one
+    no micro-batch exceeds the budget, padding included; its length is a multiple of the alignment
+    every rank has the same number of micro-batches; padding micro-batches have weight 0
 """
 
 import heapq
@@ -27,10 +27,12 @@ from megastep.types import PADDING, Group, LossTable, MicroBatch, Routes, Trie
 
 
 def mini_batches(groups: list[Group], prompts: int) -> list[list[Group]]:
-    """One list per optimizer step. Every prompt is in one; sizes differ by at most one where they do not divide."""
+    """Groups of each optimizer step: at most `prompts`, sizes differ by at most one."""
+    if not groups:
+        return []
     count = -(-len(groups) // prompts)
-    bounds = [i * len(groups) // count for i in range(count + 1)] if count else [0]
-    return [groups[a:b] for a, b in zip(bounds, bounds[1:])]
+    bounds = [i * len(groups) // count for i in range(count + 1)]
+    return [groups[start:stop] for start, stop in zip(bounds, bounds[1:])]
 
 
 def pack(
@@ -41,68 +43,76 @@ def pack(
     attention_tokens: int = 24_576,
     rounds_of: int = 1,
 ) -> list[list[MicroBatch]]:
-    """Micro-batches of each rank. Empties `tries`: each is let go as soon as its tokens are in a micro-batch.
+    """Micro-batches of each rank. Empties `tries`, to free each once it is in a micro-batch.
 
-    rounds_of: the number of micro-batches per rank is a multiple of it; interleaved pipelines need that of their depth.
-    attention_tokens: the length of context at which a token's attention costs as much as all else (dense: 6 × hidden).
+    rounds_of: the number of micro-batches per rank is a multiple of it; interleaved pipelines need
+    a multiple of their depth.
+    attention_tokens: the context length at which a token's attention costs as much as the rest of
+    the model (dense: 6 × hidden).
     """
-    budget = budget_tokens - budget_tokens % align_tokens
-    parts = []
+    budget = _aligned(budget_tokens, align_tokens)
+    all_parts: list[Trie] = []
     while tries:
-        parts += cut(tries.pop(), budget)
-    parts.reverse()
-    shape = next((part.routes.shape for part in parts if part.routes is not None), None)
-    costs = [
-        len(part) + float(part.position.sum(dtype=np.int64)) / attention_tokens for part in parts
+        all_parts += cut(tries.pop(), budget)
+    all_parts.reverse()
+    routing_shape = next((p.routes.shape for p in all_parts if p.routes is not None), None)
+    tokens = [len(part) for part in all_parts]
+    costs = [_cost(part, attention_tokens) for part in all_parts]
+    bins = _fill_bins(tokens, costs, budget, ranks * rounds_of)
+    parts = dict(enumerate(all_parts))
+    del all_parts  # `parts` frees each part once it is joined
+    return [
+        [join([parts.pop(i) for i in members], align_tokens, routing_shape) for members in of_rank]
+        for of_rank in _deal(bins, costs, ranks)
     ]
-    bins = _fill_bins([len(part) for part in parts], costs, budget, ranks * rounds_of)
-    result = []
-    for rank_bins in _deal(bins, costs, ranks):
-        result.append([])
-        for members in rank_bins:
-            result[-1].append(join([parts[i] for i in members], align_tokens, shape))
-            for i in members:
-                parts[i] = None
-    return result
+
+
+def _aligned(budget_tokens: int, align_tokens: int) -> int:
+    return budget_tokens - budget_tokens % align_tokens
+
+
+def _cost(part: Trie, attention_tokens: int) -> float:
+    return len(part) + float(part.position.sum(dtype=np.int64)) / attention_tokens
 
 
 # ---------------------------------------------------------------- cutting
 
 
-def cut(trie: Trie, budget: int) -> list[Trie]:
-    """Parts of at most `budget` tokens with the rows of a step together and as few tokens repeated as possible.
+def cut(trie: Trie, budget_tokens: int) -> list[Trie]:
+    """Parts of at most `budget_tokens`, with the rows of a step together and the least repetition.
 
-    In depth-first order the leaves are cut into consecutive runs. A run that begins at leaf i repeats what i shares
-    with the leaf before it; its size is the path of its first leaf plus what each further leaf adds. So the best cuts
-    are a shortest path over leaves, found in one pass with a sliding minimum.
+    A part is a run of leaves in depth-first order. It repeats what its first leaf shares with the
+    leaf before; its size is the path of its first leaf plus what each further leaf adds.
     """
-    if len(trie) <= budget:
+    if len(trie) <= budget_tokens:
         return [trie]
     starts = trie.loss.step_starts()
     stops = np.append(starts[1:], len(trie.loss))
     step_leaf = trie.loss.src[stops - 1]  # [step] the deepest token it needs
+    _check_paths(trie, step_leaf, starts, budget_tokens)
     leaves = np.unique(step_leaf)
-    path = trie.position[leaves].astype(np.int64) + 1  # tokens on the path of each leaf
-    _check_paths(trie, step_leaf, starts, budget)
-    # Between two leaves, the depth-first walk goes up to their last common token and no further.
+    path = trie.position[leaves].astype(np.int64) + 1  # [leaf] tokens from the root
+    # Between two leaves, the depth-first walk ascends exactly to their last common token.
     shared = np.append(0, np.minimum.reduceat(trie.position[: leaves[-1] + 1], leaves[:-1] + 1))
-    parts = _best_cuts(path.tolist(), shared.tolist(), budget)
-    of_step = np.searchsorted(parts, np.searchsorted(leaves, step_leaf), side="right") - 1
-    of_row = np.repeat(of_step, stops - starts)
-    return [restrict(trie, np.flatnonzero(of_row == part)) for part in range(len(parts))]
+    cuts = _best_cuts(path.tolist(), shared.tolist(), budget_tokens)
+    leaf_of_step = np.searchsorted(leaves, step_leaf)
+    part_of_step = np.searchsorted(cuts, leaf_of_step, side="right") - 1
+    part_of_row = np.repeat(part_of_step, stops - starts)
+    return [restrict(trie, np.flatnonzero(part_of_row == part)) for part in range(len(cuts))]
 
 
 def _check_paths(trie: Trie, step_leaf: np.ndarray, starts: np.ndarray, budget: int) -> None:
     longest = int(trie.position[step_leaf].argmax())
     tokens = int(trie.position[step_leaf[longest]]) + 1
     if tokens > budget:
-        row, loss = starts[longest], trie.loss
+        loss = trie.loss
+        row = starts[longest]
         raise _too_long(loss.group[row], loss.trajectory[row], loss.step[row], tokens, budget)
 
 
 def check_lengths(groups: list[Group], budget_tokens: int, align_tokens: int) -> None:
-    """Raise what `pack` would for a step that is longer than a micro-batch, before anything is folded."""
-    budget = budget_tokens - budget_tokens % align_tokens
+    """Raise the error of `pack` for a step longer than a micro-batch, before any folding."""
+    budget = _aligned(budget_tokens, align_tokens)
     for group in groups:
         for trajectory in group.trajectories:
             for step in trajectory.steps:
@@ -114,33 +124,54 @@ def check_lengths(groups: list[Group], budget_tokens: int, align_tokens: int) ->
 
 def _too_long(group: int, trajectory: int, step: int, tokens: int, budget: int) -> ValueError:
     return ValueError(
-        f"group {group}, trajectory {trajectory}, step {step}: {tokens} tokens in one path do not fit a "
-        f"micro-batch of {budget}; raise train.micro_batch_tokens"
+        f"group {group}, trajectory {trajectory}, step {step}: {tokens} tokens in one path "
+        f"do not fit a micro-batch of {budget}; raise train.micro_batch_tokens"
     )
 
 
 def _best_cuts(path: list[int], shared: list[int], budget: int) -> list[int]:
-    """The first leaf of each part: least repeated tokens, then fewest parts."""
-    # A part of the leaves i..j has shared[i] + size[j + 1] - size[i] tokens.
-    size = np.cumsum([0] + [p - s for p, s in zip(path, shared)]).tolist()
-    best = [(0, 0)]  # [j] (tokens repeated, parts) of the best cuts of leaves 0..j-1
-    before = [0]  # [j] where its last part begins
-    window: deque[int] = deque()  # starts of a part that may end at j, the best in front
+    """The first leaf of each part: least repeated tokens, then fewest parts.
 
-    def begun(i: int) -> tuple[int, int]:
-        return best[i][0] + shared[i], best[i][1] + 1
+        A A A A ─┬─ B B            leaf      0  1  2
+                 └─ C ─┬─ C C      path      6  7  7    tokens from the root to the leaf
+                       └─ D D      shared    0  4  5    of these, on the path of the leaf before
+                                   added     6  3  2    the others: 11 tokens in all
 
-    for j in range(len(path)):
-        while window and begun(window[-1]) >= begun(j):
-            window.pop()
-        window.append(j)
-        while shared[window[0]] + size[j + 1] - size[window[0]] > budget:
-            window.popleft()
-        best.append(begun(window[0]))
-        before.append(window[0])
-    cuts = [before[-1]]
+        budget 9   leaves {0} {1 2}    6 + 9 tokens, 4 repeated: best, the cuts are [0, 1]
+                   leaves {0 1} {2}    9 + 7 tokens, 5 repeated
+
+    A shortest path over the leaves, in one pass with a sliding minimum.
+    """
+    added = [p - s for p, s in zip(path, shared)]
+    added_before = np.cumsum([0] + added).tolist()  # [leaf + 1]
+    # [n] the best cuts of the first n leaves: (tokens repeated, parts), first leaf of the last part
+    best_cost = [(0, 0)]
+    last_part = [0]
+
+    def part_tokens(first: int, last: int) -> int:
+        return shared[first] + added_before[last + 1] - added_before[first]
+
+    def cost_with_part_from(first: int) -> tuple[int, int]:
+        repeated, parts = best_cost[first]
+        return repeated + shared[first], parts + 1
+
+    # Possible first leaves of the last part, with ascending cost. A part from a later leaf is never
+    # larger: a later leaf of no higher cost replaces an earlier one, and one that no longer fits
+    # never fits again.
+    candidates: deque[int] = deque()
+    for leaf in range(len(path)):
+        cost = cost_with_part_from(leaf)
+        while candidates and cost_with_part_from(candidates[-1]) >= cost:
+            candidates.pop()
+        candidates.append(leaf)
+        while part_tokens(candidates[0], leaf) > budget:
+            candidates.popleft()
+        best_cost.append(cost_with_part_from(candidates[0]))
+        last_part.append(candidates[0])
+
+    cuts = [last_part[-1]]
     while cuts[-1] > 0:
-        cuts.append(before[cuts[-1]])
+        cuts.append(last_part[cuts[-1]])
     return cuts[::-1]
 
 
@@ -150,20 +181,25 @@ def _best_cuts(path: list[int], shared: list[int], budget: int) -> list[int]:
 def _fill_bins(
     tokens: list[int], costs: list[float], budget: int, multiple: int
 ) -> list[list[int]]:
-    """Parts per bin: as few bins as best-fit finds, up to the multiple, then filled evenly if that fits too."""
+    """Parts per bin: as few bins as best fit needs, rounded up to the multiple, evenly filled.
+
+    Falls back to the bins of best fit where even filling finds no place for a part.
+    """
     tight = _best_fit(tokens, budget)
     count = -(-max(len(tight), 1) // multiple) * multiple
     return _even(tokens, costs, budget, count) or tight + [[] for _ in range(count - len(tight))]
 
 
 def _best_fit(tokens: list[int], budget: int) -> list[list[int]]:
-    """Largest first, each into the fullest bin that has room."""
+    """Largest part first, each into the fullest bin with room."""
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for i in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
-        at = bisect_left(room, (tokens[i], -1))
-        left, bin_ = room.pop(at) if at < len(room) else (budget, len(bins))
-        if bin_ == len(bins):
+        fullest = bisect_left(room, (tokens[i], -1))
+        if fullest < len(room):
+            left, bin_ = room.pop(fullest)
+        else:
+            left, bin_ = budget, len(bins)
             bins.append([])
         bins[bin_].append(i)
         insort(room, (left - tokens[i], bin_))
@@ -171,7 +207,7 @@ def _best_fit(tokens: list[int], budget: int) -> list[list[int]]:
 
 
 def _even(tokens: list[int], costs: list[float], budget: int, count: int) -> list[list[int]] | None:
-    """Costliest first, each into the cheapest bin with room; None when one fits nowhere."""
+    """Costliest part first, each into the cheapest bin with room; None if a part fits nowhere."""
     bins: list[list[int]] = [[] for _ in range(count)]
     left = [budget] * count
     heap = [(0.0, b) for b in range(count)]  # (cost, bin)
@@ -190,12 +226,13 @@ def _even(tokens: list[int], costs: list[float], budget: int, count: int) -> lis
 
 
 def _deal(bins: list[list[int]], costs: list[float], ranks: int) -> list[list[list[int]]]:
-    """Bins of each rank. Ranks wait for each other in every round, so a round is made of bins of similar cost."""
-    bins = sorted(bins, key=lambda members: -sum(costs[i] for i in members))
+    """Bins of each rank. Ranks synchronize in every round, so a round has bins of similar cost."""
+    by_cost = sorted(bins, key=lambda members: -sum(costs[i] for i in members))
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     load = [0.0] * ranks
-    for at in range(0, len(bins), ranks):
-        for members, rank in zip(bins[at : at + ranks], sorted(range(ranks), key=load.__getitem__)):
+    for first in range(0, len(by_cost), ranks):
+        least_loaded_first = sorted(range(ranks), key=load.__getitem__)
+        for members, rank in zip(by_cost[first : first + ranks], least_loaded_first):
             dealt[rank].append(members)
             load[rank] += sum(costs[i] for i in members)
     return dealt
@@ -204,48 +241,62 @@ def _deal(bins: list[list[int]], costs: list[float], ranks: int) -> list[list[li
 # ---------------------------------------------------------------- micro-batches
 
 
-def join(parts: list[Trie], align: int, shape: tuple[int, int] | None) -> MicroBatch:
-    """One forest of some tries, with a padding sequence at its end; `shape` of the batch's experts, if it has any."""
-    real = sum(map(len, parts))
-    padding = -real % align if parts else align
-    if padding:
-        parts = parts + [_padding(padding, padding=not parts)]
-    at = np.cumsum([0] + [len(part) for part in parts]).tolist()
+def join(parts: list[Trie], align_tokens: int, routing_shape: tuple[int, int] | None) -> MicroBatch:
+    """One forest of some tries, padded; without parts, a padding micro-batch.
+
+    routing_shape: (L, K) of the routing of the batch, if any was recorded.
+    """
+    real_tokens = sum(map(len, parts))
+    padding_tokens = -real_tokens % align_tokens if parts else align_tokens
+    all_parts = list(parts)
+    if padding_tokens:
+        all_parts.append(_padding(padding_tokens, loss_rows=0 if parts else 1))
+    start = np.cumsum([0] + [len(part) for part in all_parts]).tolist()  # [part + 1]
     trie = Trie(
-        tokens=np.concatenate([part.tokens for part in parts]),
-        position=np.concatenate([part.position for part in parts]),
-        end=np.concatenate([part.end + np.int32(first) for part, first in zip(parts, at)]),
-        loss=_join_losses([part.loss for part in parts], at),
-        routes=None if shape is None else _join_routes(parts, at, shape),
+        tokens=np.concatenate([part.tokens for part in all_parts]),
+        position=np.concatenate([part.position for part in all_parts]),
+        end=np.concatenate([part.end + np.int32(first) for part, first in zip(all_parts, start)]),
+        loss=_join_losses([part.loss for part in all_parts], start),
+        routes=None if routing_shape is None else _join_routes(all_parts, start, routing_shape),
     )
-    return MicroBatch(trie, real)
+    return MicroBatch(trie, real_tokens)
 
 
-def _padding(tokens: int, padding: bool) -> Trie:
-    """A sequence that nobody looks at; the row of a padding gives a loss, and so a backward pass, that is 0."""
-    rows = 1 if padding else 0
-    zero = np.zeros(rows, np.int32)
-    nobody = np.full(rows, PADDING, np.int32)
-    loss = LossTable(zero, zero, *[zero.astype(np.float32)] * 3, nobody, nobody, nobody)
+def _padding(tokens: int, loss_rows: int) -> Trie:
+    """A sequence of padding tokens. A loss row of weight 0 makes its backward pass run."""
+    zeros = np.zeros(loss_rows, np.int32)
+    float_zeros = np.zeros(loss_rows, np.float32)
+    padding_ids = np.full(loss_rows, PADDING, np.int32)
     return Trie(
-        np.zeros(tokens, np.int32),
-        np.arange(tokens, dtype=np.int32),
-        np.full(tokens, tokens, np.int32),
-        loss,
+        tokens=np.zeros(tokens, np.int32),
+        position=np.arange(tokens, dtype=np.int32),
+        end=np.full(tokens, tokens, np.int32),
+        loss=LossTable(
+            src=zeros,
+            target=zeros,
+            advantage=float_zeros,
+            weight=float_zeros,
+            rollout_logprob=float_zeros,
+            group=padding_ids,
+            trajectory=padding_ids,
+            step=padding_ids,
+        ),
     )
 
 
-def _join_losses(tables: list[LossTable], at: list[int]) -> LossTable:
+def _join_losses(tables: list[LossTable], start: list[int]) -> LossTable:
     columns = ("target", "advantage", "weight", "rollout_logprob", "group", "trajectory", "step")
     return LossTable(
-        src=np.concatenate([table.src + np.int32(first) for table, first in zip(tables, at)]),
+        src=np.concatenate([table.src + np.int32(first) for table, first in zip(tables, start)]),
         **{name: np.concatenate([getattr(table, name) for table in tables]) for name in columns},
     )
 
 
-def _join_routes(parts: list[Trie], at: list[int], shape: tuple[int, int]) -> Routes:
-    routed = [(part.routes, first) for part, first in zip(parts, at) if part.routes is not None]
-    starts = [np.zeros(0, np.int32)] + [routes.start + np.int32(first) for routes, first in routed]
-    return Routes(
-        np.concatenate(starts), [rows for routes, _ in routed for rows in routes.rows], shape
-    )
+def _join_routes(parts: list[Trie], start: list[int], shape: tuple[int, int]) -> Routes:
+    starts = [np.zeros(0, np.int32)]
+    rows: list[np.ndarray] = []
+    for part, first in zip(parts, start):
+        if part.routes is not None:
+            starts.append(part.routes.start + np.int32(first))
+            rows += part.routes.rows
+    return Routes(np.concatenate(starts), rows, shape)

@@ -1,34 +1,38 @@
 """Rollouts on disk: one safetensors file per batch, flat columns with offsets, and a JSON header.
 
-Offsets: entry i owns offsets[i] to offsets[i + 1] of the column below it. G groups, N trajectories, S steps.
+Offsets: entry i owns offsets[i] to offsets[i + 1] of the column that the arrow points to.
+G groups, N trajectories, S steps.
 
     group/id              i64 [G]        group/trajectories      i64 [G + 1]  → trajectories
     trajectory/index      i32 [N]        trajectory/steps        i64 [N + 1]  → steps
     step/index            i32 [S]        step/prompt_tokens      i64 [S + 1]  → prompt_ids
-    step/last             bool [S]       step/response_tokens    i64 [S + 1]  → response_ids, loss_mask, logprobs
+    step/last             bool [S]       step/response_tokens    i64 [S + 1]  → response_ids,
+                                                                                loss_mask, logprobs
     step/reward           f64 [S]        step/version_runs       i64 [S + 1]  → versions
     step/finish           u8 [S]         an index into types.FinishReason
-    step/has_logprobs     bool [S]       False: the step's part of logprobs means nothing
+    step/has_logprobs     bool [S]       False: ignore the step's part of logprobs
     prompt_ids            i32 [ΣP]       response_ids            i32 [ΣR]
     loss_mask             bool [ΣR]      logprobs                f32 [ΣR]
     versions              i32 [ΣV, 2]
-    optional, for all steps or not in the file:
+    optional, for all steps or absent:
     step/has_state        bool [S]       step/state              i64 [S]
     step/has_routing      bool [S]       step/routing_rows       i64 [S + 1]  → routing
     step/routing_start    i32 [S]        routing                 u8 or i16 [Σn, L, K]
     version 2 only:
-    checksums             u8 [4 + 4C]    zlib.crc32 of the header with its length, then of each of the C other columns,
-                                         in the order of the header; four bytes each, the lowest first
+    checksums             u8 [4 + 4C]    zlib.crc32 of the header with its length, then of each of
+                                         the C other columns in the order of the header, each as
+                                         four bytes in little-endian order
 
-The file's metadata holds `format` ("megastep.rollouts"), `version` ("2") and `trajectories`: JSON, one object per
-trajectory with `stop_reason` and `env_metrics`. A reader refuses a higher version; within one, columns are only added.
-Version 1 is the same without checksums: what other programs may write, and nobody notices if a bit of it changes.
+The file's metadata holds `format` ("megastep.rollouts"), `version` ("2") and `trajectories`: JSON,
+one object per trajectory with `stop_reason` and `env_metrics`. A reader rejects a higher version;
+within a version, columns are only added. Version 1 is the same without checksums, for files written
+by other programs; damage to its values is not detected.
 
-Writing streams the steps' own arrays into a file beside the target and renames it: nothing is copied, and a reader
-sees the old file or the new one. Reading maps the file: every array is a read-only view of it, and nothing is
-unpickled. What is read is compared with the checksums and validated as a rollout.
+Writing streams the steps' arrays, without a copy, into a temporary file next to the target and
+renames it. Reading maps the file: every array is a read-only view, and nothing is unpickled. The
+reader compares the checksums and validates the rollouts.
 
-A file can be written with numpy alone. Two samples of one prompt, one step each:
+numpy suffices to write a file. Two trajectories of one prompt, one step each:
 
     import json, struct
     import numpy as np
@@ -39,24 +43,29 @@ A file can be written with numpy alone. Two samples of one prompt, one step each
         "step/index": np.array([0, 0], "i4"), "step/last": np.array([True, True]),
         "step/reward": np.array([1.0, 0.0]), "step/finish": np.array([0, 0], "u1"),
         "step/has_logprobs": np.array([True, True]),
-        "step/prompt_tokens": np.array([0, 3, 6]), "prompt_ids": np.array([5, 6, 7, 5, 6, 7], "i4"),
+        "step/prompt_tokens": np.array([0, 3, 6]),
+        "prompt_ids": np.array([5, 6, 7, 5, 6, 7], "i4"),
         "step/response_tokens": np.array([0, 2, 3]), "response_ids": np.array([8, 9, 4], "i4"),
         "loss_mask": np.array([True, True, True]), "logprobs": np.array([-0.1, -0.2, -1.5], "f4"),
         "step/version_runs": np.array([0, 1, 2]), "versions": np.array([[0, 2], [0, 1]], "i4"),
     }
-    names = {"i8": "I64", "f8": "F64", "i4": "I32", "f4": "F32", "i2": "I16", "u1": "U8", "b1": "BOOL"}
-    trajectories = [{"stop_reason": "done", "env_metrics": {}}] * 2
-    header = {"__metadata__": {"format": "megastep.rollouts", "version": "1", "trajectories": json.dumps(trajectories)}}
-    at = 0
-    for name, column in sorted(columns.items(), key=lambda item: -item[1].itemsize):
+    # Wide types first: every column then begins at a multiple of its item size.
+    ordered = sorted(columns.items(), key=lambda item: -item[1].itemsize)
+    names = {"i8": "I64", "f8": "F64", "i4": "I32", "f4": "F32", "u1": "U8", "b1": "BOOL"}
+    trajectories = json.dumps([{"stop_reason": "done", "env_metrics": {}}] * 2)
+    metadata = {"format": "megastep.rollouts", "version": "1", "trajectories": trajectories}
+    header = {"__metadata__": metadata}
+    start = 0
+    for name, column in ordered:
         dtype = names[column.dtype.str[1:]]
-        header[name] = {"dtype": dtype, "shape": column.shape, "data_offsets": [at, at + column.nbytes]}
-        at += column.nbytes
+        stop = start + column.nbytes
+        header[name] = {"dtype": dtype, "shape": column.shape, "data_offsets": [start, stop]}
+        start = stop
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open("rollouts.safetensors", "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for name, column in sorted(columns.items(), key=lambda item: -item[1].itemsize):
+        for name, column in ordered:
             file.write(column.tobytes())
 """
 
@@ -67,9 +76,11 @@ import os
 import stat
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 
@@ -78,7 +89,6 @@ from megastep.samples.validation import validate
 from megastep.types import FinishReason, Group, Step, Trajectory
 
 FORMAT = "megastep.rollouts"
-_FINISHES = list(FinishReason)
 VERSION = 2
 CHECKSUMS = "checksums"
 DTYPES = {
@@ -91,7 +101,7 @@ DTYPES = {
     "BOOL": "|b1",
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Every column with its possible types and its axes. Others may be in a file; nobody reads them.
+# Every column with its possible types and its number of axes. Unknown columns are ignored.
 COLUMNS = {
     "group/id": ("I64", 1),
     "group/trajectories": ("I64", 1),
@@ -118,6 +128,8 @@ COLUMNS = {
     "routing": ("U8 I16", 3),
     CHECKSUMS: ("U8", 1),
 }
+_FINISHES = list(FinishReason)
+_FINISH_CODES: dict[str, int] = {finish: code for code, finish in enumerate(_FINISHES)}
 OPTIONAL = (
     "step/has_state",
     "step/state",
@@ -131,7 +143,7 @@ OPTIONAL = (
 
 @dataclass
 class _Column:
-    """A column as the pieces it consists of, so that writing it copies nothing."""
+    """A column as a list of pieces, which are written without a copy."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -146,75 +158,74 @@ class _Column:
 
 
 def write(path: str | Path, groups: list[Group]) -> None:
-    """Atomically: the file is complete under its name, or is not there."""
+    """Write a file atomically."""
     validate(groups)
-    columns = _columns(groups)
     # Wide types first: every column then begins at a multiple of its item size.
-    columns = dict(sorted(columns.items(), key=lambda item: -np.dtype(item[1].dtype).itemsize))
-    beside = Path(f"{path}.{os.getpid()}.tmp")
+    columns = dict(
+        sorted(_columns(groups).items(), key=lambda item: -np.dtype(item[1].dtype).itemsize)
+    )
     header = _header(columns, groups)
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(header)
-            checksums = [
-                zlib.crc32(header),
-                *(_write_column(file, column) for column in columns.values()),
-            ]
+            checksums = [zlib.crc32(header)]
+            for column in columns.values():
+                checksums.append(_write_column(file, column))
             file.write(np.array(checksums, "<u4").tobytes())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def without_routing(groups: list[Group]) -> list[Group]:
-    """Copies for people to look at: routing is most of a file, and nobody reads it."""
-    return [
-        replace(
-            group,
-            trajectories=[
-                replace(t, steps=[replace(s, routing=None, routing_start=0) for s in t.steps])
-                for t in group.trajectories
-            ],
-        )
-        for group in groups
-    ]
+    """Copies without routing, which is most of a file."""
+    stripped = []
+    for group in groups:
+        trajectories = []
+        for trajectory in group.trajectories:
+            steps = [replace(step, routing=None, routing_start=0) for step in trajectory.steps]
+            trajectories.append(replace(trajectory, steps=steps))
+        stripped.append(replace(group, trajectories=trajectories))
+    return stripped
 
 
 def _header(columns: dict[str, _Column], groups: list[Group]) -> bytes:
-    trajectories = ",".join(_told(t) for g in groups for t in g.trajectories)
+    trajectories = ",".join(_trajectory_json(t) for g in groups for t in g.trajectories)
     metadata = {"format": FORMAT, "version": str(VERSION), "trajectories": f"[{trajectories}]"}
-    header, at = {"__metadata__": metadata}, 0
+    header: dict[str, Any] = {"__metadata__": metadata}
     checksums = _Column("|u1", (4 + 4 * len(columns),), [])
+    start = 0
     for name, column in [*columns.items(), (CHECKSUMS, checksums)]:
+        stop = start + column.nbytes
         header[name] = {
             "dtype": NAMES[column.dtype],
             "shape": column.shape,
-            "data_offsets": [at, at + column.nbytes],
+            "data_offsets": [start, stop],
         }
-        at += column.nbytes
+        start = stop
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_column(file, column: _Column) -> int:
-    """Returns its checksum."""
+def _write_column(file: BinaryIO, column: _Column) -> int:
+    """Write a column and return its checksum."""
     checksum = 0
     for piece in column.pieces:
         if piece.size:
-            content = memoryview(np.ascontiguousarray(piece)).cast("B")
+            content = np.ascontiguousarray(piece).data.cast("B")
             file.write(content)
             checksum = zlib.crc32(content, checksum)
     return checksum
 
 
-def _told(trajectory: Trajectory) -> str:
+def _trajectory_json(trajectory: Trajectory) -> str:
+    fields = {"stop_reason": trajectory.stop_reason, "env_metrics": trajectory.env_metrics}
     try:
-        return json.dumps(
-            {"stop_reason": trajectory.stop_reason, "env_metrics": trajectory.env_metrics}
-        )
+        return json.dumps(fields)
     except (TypeError, ValueError, RecursionError) as error:
         where = f"group {trajectory.group_id}, trajectory {trajectory.index}"
         raise StoreError(f"{where}: env_metrics must hold JSON values ({error})") from None
@@ -231,7 +242,7 @@ def _columns(groups: list[Group]) -> dict[str, _Column]:
         "step/index": _flat("<i4", [s.index for s in steps]),
         "step/last": _flat("|b1", [s.last for s in steps]),
         "step/reward": _flat("<f8", [s.reward for s in steps]),
-        "step/finish": _flat("|u1", [_FINISHES.index(s.finish) for s in steps]),
+        "step/finish": _flat("|u1", [_FINISH_CODES[s.finish] for s in steps]),
         "step/has_logprobs": _flat("|b1", [s.logprobs is not None for s in steps]),
         "step/prompt_tokens": _offsets(len(s.prompt_ids) for s in steps),
         "step/response_tokens": _offsets(len(s.response_ids) for s in steps),
@@ -239,14 +250,7 @@ def _columns(groups: list[Group]) -> dict[str, _Column]:
         "prompt_ids": _joined("<i4", (), [s.prompt_ids for s in steps]),
         "response_ids": _joined("<i4", (), [s.response_ids for s in steps]),
         "loss_mask": _joined("|b1", (), [s.loss_mask for s in steps]),
-        "logprobs": _joined(
-            "<f4",
-            (),
-            [
-                np.zeros(len(s.response_ids), np.float32) if s.logprobs is None else s.logprobs
-                for s in steps
-            ],
-        ),
+        "logprobs": _joined("<f4", (), [_logprobs(s) for s in steps]),
         "versions": _joined("<i4", (2,), [s.versions for s in steps]),
     }
     if any(s.state is not None for s in steps):
@@ -255,23 +259,28 @@ def _columns(groups: list[Group]) -> dict[str, _Column]:
     recorded = [s.routing for s in steps if s.routing is not None]
     if recorded:
         columns["step/has_routing"] = _flat("|b1", [s.routing is not None for s in steps])
-        columns["step/routing_rows"] = _offsets(
-            0 if s.routing is None else len(s.routing) for s in steps
-        )
+        columns["step/routing_rows"] = _offsets(s.routing_end - s.routing_start for s in steps)
         columns["step/routing_start"] = _flat("<i4", [s.routing_start for s in steps])
         columns["routing"] = _joined(recorded[0].dtype.str, recorded[0].shape[1:], recorded)
     return columns
+
+
+def _logprobs(step: Step) -> np.ndarray:
+    if step.logprobs is None:
+        return np.zeros(len(step.response_ids), np.float32)
+    return step.logprobs
 
 
 def _flat(dtype: str, values: list) -> _Column:
     return _Column(dtype, (len(values),), [np.array(values, dtype)])
 
 
-def _offsets(lengths) -> _Column:
+def _offsets(lengths: Iterable[int]) -> _Column:
     return _flat("<i8", list(accumulate(lengths, initial=0)))
 
 
-def _joined(dtype: str, shape: tuple, pieces: list[np.ndarray]) -> _Column:
+def _joined(dtype: str, shape: tuple[int, ...], pieces: list[np.ndarray]) -> _Column:
+    """The pieces concatenated along their first axis; `shape`: of their other axes."""
     return _Column(dtype, (sum(map(len, pieces)), *shape), pieces)
 
 
@@ -280,54 +289,50 @@ def _joined(dtype: str, shape: tuple, pieces: list[np.ndarray]) -> _Column:
 
 def read(path: str | Path) -> list[Group]:
     """The groups of a file; their arrays are read-only views of it."""
-    path = Path(path)
-    content = _map(path)
-    header, start = _parse(path, content)
+    file = Path(path)
+    content = _map(file)
+    header, start = _parse(file, content)
     metadata = header.pop("__metadata__", {})
-    version = _check_format(path, metadata)
+    version = _check_format(file, metadata)
     try:
-        places = {name: _place(name, entry) for name, entry in header.items()}
-        _check_size(
-            path, len(content) - start, max((stop for _, stop in places.values()), default=0)
-        )
+        ranges = {name: _byte_range(name, entry) for name, entry in header.items()}
+        needed = max((stop for _, stop in ranges.values()), default=0)
+        _check_size(file, len(content) - start, needed)
         parts = {
-            name: content[start + first : start + stop] for name, (first, stop) in places.items()
+            name: content[start + first : start + stop] for name, (first, stop) in ranges.items()
         }
         _check_checksums(content[:start], parts, version)
         columns = {
             name: _view(name, header[name], part) for name, part in parts.items() if name in COLUMNS
         }
         groups = _groups(columns, _trajectories(metadata))
+    except StoreError:
+        raise
     except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
-        if isinstance(error, StoreError):
-            raise
         raise StoreError(
-            f"{path}: damaged, its columns do not fit together ({_short(error)})"
+            f"{file}: damaged, its columns do not fit together ({_short(error)})"
         ) from None
     try:
         validate(groups)
     except RolloutError as error:
-        raise StoreError(f"{path}: not a valid rollout: {error.summary()}") from None
+        raise StoreError(f"{file}: not a valid rollout: {error.summary()}") from None
     return groups
 
 
 def _map(path: Path) -> memoryview:
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would block
             raise StoreError(f"{path}: cannot be read (not a file)")
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            return (
-                memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-                if size
-                else memoryview(b"")
-            )
+            if os.fstat(file.fileno()).st_size == 0:  # mmap rejects empty files
+                return memoryview(b"")
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _parse(path: Path, content: memoryview) -> tuple[dict, int]:
-    """The safetensors header, and where the columns begin."""
+    """The safetensors header, and the first byte after it."""
     length = struct.unpack("<Q", content[:8])[0] if len(content) >= 8 else 0
     if not 0 < length < 2**40 or content[8:9] != b"{":
         raise StoreError(f"{path}: not a rollout file; `megastep rollout` writes one")
@@ -337,35 +342,37 @@ def _parse(path: Path, content: memoryview) -> tuple[dict, int]:
         return json.loads(bytes(content[8 : 8 + length])), 8 + length
     except (ValueError, RecursionError) as error:
         raise StoreError(
-            f"{path}: not a rollout file, or damaged: its header is no JSON ({_short(error)})"
+            f"{path}: not a rollout file, or damaged: its header is not JSON ({_short(error)})"
         ) from None
 
 
 def _check_format(path: Path, metadata: object) -> int:
-    """Returns the version."""
+    """Check the format and return its version."""
     found = metadata.get("format") if isinstance(metadata, dict) else None
-    if found != FORMAT:
+    if not isinstance(metadata, dict) or found != FORMAT:
         raise StoreError(
-            f"{path}: a safetensors file but not a rollout file (its format is {_short(repr(found))})"
+            f"{path}: a safetensors file but not a rollout file "
+            f"(its format is {_short(repr(found))})"
         )
     version = metadata.get("version")
     if version in [str(known) for known in range(1, VERSION + 1)]:
         return int(version)
     raise StoreError(
-        f"{path}: written in version {_short(version)} of the format, this megastep reads up to {VERSION}"
+        f"{path}: written in version {_short(version)} of the format, "
+        f"this megastep reads up to {VERSION}"
     )
 
 
-def _place(name: str, entry: object) -> tuple[int, int]:
-    """First and last byte of a column."""
+def _byte_range(name: str, entry: object) -> tuple[int, int]:
+    """The first byte of a column, and the first byte after it."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     if not _are_counts(offsets, 2) or offsets[0] > offsets[1]:
-        raise ValueError(f"{_short(name)} has no place in the file")
+        raise ValueError(f"{_short(name)} has no valid data_offsets")
     return offsets[0], offsets[1]
 
 
-def _are_counts(value: object, number: int) -> bool:
-    """A list of so many integers from 0 on."""
+def _are_counts(value: object, number: int) -> TypeGuard[list[int]]:
+    """Whether the value is a list of `number` integers of 0 or more."""
     return (
         isinstance(value, list)
         and len(value) == number
@@ -375,7 +382,7 @@ def _are_counts(value: object, number: int) -> bool:
 
 def _check_size(path: Path, size: int, needed: int) -> None:
     if size < needed:
-        raise StoreError(f"{path}: truncated, {size} of {needed} bytes of its columns are there")
+        raise StoreError(f"{path}: truncated, has {size} of {needed} bytes of its columns")
     if size > needed:
         raise StoreError(f"{path}: damaged, {size - needed} bytes follow its last column")
 
@@ -385,48 +392,49 @@ def _check_checksums(header: memoryview, parts: dict[str, memoryview], version: 
         if version > 1:
             raise ValueError("the checksums are missing")
         return
-    recorded = np.frombuffer(parts[CHECKSUMS], np.uint8)
-    covered = {"its header": header} | {
-        name: part for name, part in parts.items() if name != CHECKSUMS
-    }
-    if len(recorded) != 4 * len(covered):
+    stored = np.frombuffer(parts[CHECKSUMS], np.uint8)
+    covered = {"its header": header}
+    covered |= {name: part for name, part in parts.items() if name != CHECKSUMS}
+    if len(stored) != 4 * len(covered):
         raise ValueError(
-            f"{len(recorded)} bytes of checksums for {len(covered) - 1} columns and the header"
+            f"{len(stored)} bytes of checksums for {len(covered) - 1} columns and the header"
         )
-    for (name, part), checksum in zip(covered.items(), recorded.view("<u4").tolist()):
+    for (name, part), checksum in zip(covered.items(), stored.view("<u4").tolist()):
         if zlib.crc32(part) != checksum:
-            raise ValueError(f"the checksum of {name} is another")
+            raise ValueError(f"the checksum of {name} does not match")
 
 
 def _view(name: str, entry: dict, part: memoryview) -> np.ndarray:
     dtypes, axes = COLUMNS[name]
-    dtype, shape = entry.get("dtype"), entry.get("shape")
+    dtype = entry.get("dtype")
+    shape = entry.get("shape")
     if dtype not in dtypes.split() or not _are_counts(shape, axes):
         raise ValueError(
-            f"{name} is {_short(dtype)} {_short(shape)}; {dtypes.replace(' ', ' or ')} with {axes} axes "
-            "is needed"
+            f"{name} is {_short(dtype)} {_short(shape)}; "
+            f"{dtypes.replace(' ', ' or ')} with {axes} axes is needed"
         )
-    kind = np.dtype(DTYPES[dtype])
-    if math.prod(shape) * kind.itemsize != len(part):
+    numpy_dtype = np.dtype(DTYPES[dtype])
+    if math.prod(shape) * numpy_dtype.itemsize != len(part):
         raise ValueError(f"{name} has {len(part)} bytes for {dtype} {_short(shape)}")
     if dtype == "BOOL" and np.frombuffer(part, np.uint8).max(initial=0) > 1:
         raise ValueError(f"{name} holds other bytes than 0 and 1")
-    return np.frombuffer(part, kind).reshape(shape)
+    return np.frombuffer(part, numpy_dtype).reshape(shape)
 
 
 def _trajectories(metadata: dict) -> list[dict]:
-    """What is told of each trajectory: stop_reason, env_metrics."""
-    told = json.loads(metadata["trajectories"])
-    if not isinstance(told, list):
+    """stop_reason and env_metrics of each trajectory."""
+    entries = json.loads(metadata["trajectories"])
+    if not isinstance(entries, list):
         raise ValueError("trajectories is not a list")
-    for i, one in enumerate(told):
-        if (
-            not isinstance(one, dict)
-            or not isinstance(one.get("stop_reason"), str)
-            or not isinstance(one.get("env_metrics"), dict)
-        ):
-            raise ValueError(f"entry {i} of trajectories has no stop_reason, or no env_metrics")
-    return told
+    for i, entry in enumerate(entries):
+        valid = (
+            isinstance(entry, dict)
+            and isinstance(entry.get("stop_reason"), str)
+            and isinstance(entry.get("env_metrics"), dict)
+        )
+        if not valid:
+            raise ValueError(f"entry {i} of trajectories lacks stop_reason or env_metrics")
+    return entries
 
 
 def _short(value: object) -> str:
@@ -434,56 +442,58 @@ def _short(value: object) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _groups(columns: dict[str, np.ndarray], told: list[dict]) -> list[Group]:
+def _groups(columns: dict[str, np.ndarray], entries: list[dict]) -> list[Group]:
     missing = [name for name in COLUMNS if name not in columns and name not in OPTIONAL]
     if missing:
-        raise ValueError(f"{', '.join(missing)}: not there")
-    if len(told) != len(columns["trajectory/index"]):
-        raise ValueError(
-            f"{len(told)} of {len(columns['trajectory/index'])} trajectories are told of"
-        )
+        raise ValueError(f"missing: {', '.join(missing)}")
+    index = columns["trajectory/index"].tolist()
+    if len(entries) != len(index):
+        raise ValueError(f"trajectories has {len(entries)} entries for {len(index)} trajectories")
     steps = _steps(columns)
-    index, bounds = (
-        columns["trajectory/index"].tolist(),
-        _ranges(columns["trajectory/steps"], len(steps)),
-    )
-    if len(bounds) != len(index):
-        raise ValueError(f"steps of {len(bounds)} trajectories, of which there are {len(index)}")
+    step_ranges = _ranges(columns["trajectory/steps"], len(steps))
+    if len(step_ranges) != len(index):
+        raise ValueError(f"steps of {len(step_ranges)} trajectories for {len(index)} trajectories")
     groups = []
     members = _ranges(columns["group/trajectories"], len(index))
-    for id, (first, stop) in zip(columns["group/id"].tolist(), members, strict=True):
-        trajectories = [
-            Trajectory(
-                id,
-                index[i],
-                steps[slice(*bounds[i])],
-                told[i]["stop_reason"],
-                told[i]["env_metrics"],
+    for group_id, (first, stop) in zip(columns["group/id"].tolist(), members, strict=True):
+        group = Group(group_id, [])
+        for i in range(first, stop):
+            first_step, stop_step = step_ranges[i]
+            trajectory = Trajectory(
+                group_id=group_id,
+                index=index[i],
+                steps=steps[first_step:stop_step],
+                stop_reason=entries[i]["stop_reason"],
+                env_metrics=entries[i]["env_metrics"],
             )
-            for i in range(first, stop)
-        ]
-        groups.append(Group(id, trajectories))
+            group.trajectories.append(trajectory)
+        groups.append(group)
     return groups
 
 
 def _steps(columns: dict[str, np.ndarray]) -> list[Step]:
+    count = len(columns["step/index"])
+
     def parts(name: str, offsets: str, has: str | None = None) -> list:
+        """Per step: its part of a column, or None."""
         if name not in columns:
-            return [None] * len(columns["step/index"])
+            return [None] * count
         column = columns[name]
-        present = [True] * len(columns["step/index"]) if has is None else columns[has].tolist()
+        present = [True] * count if has is None else columns[has].tolist()
         ranges = _ranges(columns[offsets], len(column))
         return [
-            column[a:b] if there else None for (a, b), there in zip(ranges, present, strict=True)
+            column[first:stop] if is_present else None
+            for (first, stop), is_present in zip(ranges, present, strict=True)
         ]
 
-    def values(name: str, has: str | None, missing) -> list:
+    def values(name: str, has: str | None, missing: int | None) -> list:
+        """Per step: its entry of a column, or `missing`."""
         if name not in columns:
-            return [missing] * len(columns["step/index"])
+            return [missing] * count
         present = columns[has].tolist() if has else [True] * len(columns[name])
         return [
-            value if there else missing
-            for value, there in zip(columns[name].tolist(), present, strict=True)
+            value if is_present else missing
+            for value, is_present in zip(columns[name].tolist(), present, strict=True)
         ]
 
     fields = {
@@ -504,6 +514,7 @@ def _steps(columns: dict[str, np.ndarray]) -> list[Step]:
 
 
 def _ranges(offsets: np.ndarray, total: int) -> list[tuple[int, int]]:
+    """(first, stop) of each entry."""
     bounds = offsets.tolist()
     if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
         raise ValueError("offsets must ascend from 0 to the length of their column")

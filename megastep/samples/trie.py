@@ -1,29 +1,31 @@
-"""Folding: the steps of a prompt become a trie in which every distinct token is computed once.
+"""Folding: the steps of a prompt become a trie that holds every distinct token once.
 
-    1. insert     each step's prompt + response into a radix tree, starting from the path of the step before it:
-                  consecutive steps share almost everything, so a step costs one comparison and a node or two
+    1. insert     each step's prompt + response into a radix tree, from the path of the last step:
+                  consecutive steps share most tokens, so a step costs one comparison and few nodes
     2. emit       the nodes depth first: tokens, position, end
-    3. loss       one row per trained token; its source is the token before it on its own step's path
-    4. experts    each token belongs to one step (the owner) whose recorded experts it takes, by reference
-    5. restrict   to the tokens that some loss row needs; what no trained token sees is not computed
+    3. loss       one row per trained token; its source is the token before it on its step's path
+    4. routing    each token takes the routing that one step, its owner, recorded, by reference
+    5. restrict   to the tokens that some loss row needs
 
-`layout` decides how much of that trie goes into one sequence. All three are restrictions of it:
+The pack layout decides how much of that trie goes into one sequence:
 
     trie     one trie per prompt
-    merge    one path per chain of steps in which each prompt begins with the whole step before it
+    merge    one path per chain of steps in which each prompt begins with the whole previous step
     flat     one path per step
 
-Who owns a token: the first step that sampled it and has its experts; else the first step that has them at all. So
-the last token a step samples, which the engine never forwarded there, takes its experts from the next step; without
-one it is free. Where two steps recorded different experts for one token, `on_conflict` decides:
+The owner of a token is the first step that sampled it and recorded its routing; else the first step
+that recorded it. The engine never forwards the last token that it samples, so that token takes its
+routing from the next step; without a next step it is free. `on_conflict` decides where two steps
+recorded different routed experts for one token:
 
-    owner    the token stays shared and takes the owner's experts
-    split    the token is no longer shared, and neither is what follows it: every step keeps its own experts
+    owner    the token stays shared and takes the owner's routing
+    split    the token and its successors are no longer shared: every step keeps its own routing
 
-Invariants, held by the tests: the loss rows (who, target, advantage, weight, path of tokens that predicts it) and the
-experts along their paths are the same under every layout; under `split` they are what each step recorded.
+Invariants, held by the tests: the loss rows (identity, target, advantage, weight, path of tokens
+that predicts the target) and the routing along their paths are the same under every pack layout;
+under `split` the routing is what each step recorded.
 
-Left out: sharing across prompts. A common system prompt is computed once per prompt, not once per batch.
+Left out: sharing across prompts. A common system prompt is computed once per prompt.
 """
 
 from bisect import bisect_right
@@ -32,25 +34,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from megastep.samples.prefix import common_prefix
-from megastep.types import LossTable, Routes, Sample, Trie
+from megastep.types import LossTable, Routes, Sample, Step, Trie
 
-LAYOUTS = ("flat", "merge", "trie")
+PACK_LAYOUTS = ("flat", "merge", "trie")
 ON_CONFLICT = ("owner", "split")
 
 
 @dataclass
 class FoldReport:
-    """What folding found; `sequences` are paths from a root to a leaf, tokens are those that must be computed."""
+    """Counts of one mini-batch. Sequences are paths from a root to a leaf."""
 
     sequences_before: int = 0  # steps with a trained token
     sequences_after: int = 0
-    tokens_before: int = 0  # every step on its own
-    tokens_distinct: int = 0  # every token of a trie once
-    tokens_after: int = 0  # under the chosen layout
-    tokens_free: int = 0  # of tokens_after: without recorded experts, in groups that have any
-    tokens_replayed: int = 0  # of tokens_after: with recorded experts
-    routes_compared: int = 0  # experts that a step recorded for a token it does not own
-    routes_conflicting: int = 0  # ... and that differ from the owner's
+    tokens_before: int = 0  # each step computed separately
+    tokens_distinct: int = 0  # each token of a trie once
+    tokens_after: int = 0  # under the chosen pack layout
+    tokens_free: int = 0  # of tokens_after: without recorded routing, in groups that have any
+    tokens_replayed: int = 0  # of tokens_after: with recorded routing
+    routes_compared: int = 0  # tokens whose routing a step recorded without owning them
+    routes_conflicting: int = 0  # of routes_compared: the owner recorded other experts
 
     def count(self, trie: Trie) -> None:
         self.sequences_after += trie.sequences
@@ -62,56 +64,58 @@ class FoldReport:
 
 
 def fold(
-    samples: list[Sample], layout: str = "trie", on_conflict: str = "owner"
+    samples: list[Sample], pack_layout: str = "trie", on_conflict: str = "owner"
 ) -> tuple[list[Trie], FoldReport]:
-    """Tries of the samples, prompt by prompt. The steps of a trajectory must come in order."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"train.pack_layout = {layout}: must be one of {', '.join(LAYOUTS)}")
+    """Tries of the samples, prompt by prompt. The steps of a trajectory must be in order."""
+    if pack_layout not in PACK_LAYOUTS:
+        choices = ", ".join(PACK_LAYOUTS)
+        raise ValueError(f"train.pack_layout = {pack_layout}: must be one of {choices}")
     if on_conflict not in ON_CONFLICT:
-        raise ValueError(
-            f"routing_replay.on_conflict = {on_conflict}: must be one of {', '.join(ON_CONFLICT)}"
-        )
+        choices = ", ".join(ON_CONFLICT)
+        raise ValueError(f"routing_replay.on_conflict = {on_conflict}: must be one of {choices}")
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
     tries: list[Trie] = []
     report = FoldReport()
     for group in groups.values():
-        tries += _fold_group(group, layout, on_conflict, report)
+        tries += _fold_group(group, pack_layout, on_conflict, report)
     return tries, report
 
 
 def _fold_group(
-    samples: list[Sample], layout: str, on_conflict: str, report: FoldReport
+    samples: list[Sample], pack_layout: str, on_conflict: str, report: FoldReport
 ) -> list[Trie]:
-    rows = _Rows(samples)
-    if not len(rows.response):
-        return []  # nothing is trained
+    rows = _LossRows(samples)
+    if not len(rows):
+        return []
     distinct = restrict(_build(samples, rows, on_conflict, report), slice(None))
-    if layout == "trie":
+    if pack_layout == "trie":
         result = [distinct]
     else:
-        result = [restrict(distinct, part) for part in _parts(samples, rows, distinct, layout)]
-    report.sequences_before += int(np.count_nonzero(rows.need))
-    report.tokens_before += int(rows.need.sum())
+        ranges = _sequence_rows(samples, rows, distinct, pack_layout)
+        result = [restrict(distinct, row_range) for row_range in ranges]
+    report.sequences_before += int(np.count_nonzero(rows.needed_tokens))
+    report.tokens_before += int(rows.needed_tokens.sum())
     report.tokens_distinct += len(distinct)
     for trie in result:
         report.count(trie)
     return result
 
 
-def _build(samples: list[Sample], rows: "_Rows", on_conflict: str, report: FoldReport) -> Trie:
-    """Everything the steps hold, trained or not: what is not trained may still have recorded experts."""
+def _build(samples: list[Sample], rows: "_LossRows", on_conflict: str, report: FoldReport) -> Trie:
+    """The trie of all tokens, trained or not: an untrained step may have recorded routing too."""
     tree = _Tree(samples)
     trie = tree.trie(rows)
     if all(sample.step.routing is None for sample in samples):
         return trie
-    trie.routes, owner = _routes(samples, tree, trie)
+    owner = _owners(samples, tree, len(trie))
     conflicts = _conflicts(samples, tree, trie, owner, report)
     if conflicts and on_conflict == "split":
-        tree.split(samples, conflicts)
+        tree.split_conflicts(samples, conflicts)
         trie = tree.trie(rows)
-        trie.routes, _ = _routes(samples, tree, trie)
+        owner = _owners(samples, tree, len(trie))
+    trie.routes = _routes(samples, trie, owner)
     return trie
 
 
@@ -119,64 +123,85 @@ def _build(samples: list[Sample], rows: "_Rows", on_conflict: str, report: FoldR
 
 
 class _Tree:
-    """A radix tree over `keys`, all steps' tokens one after another. A node is a run of keys; every step ends one."""
+    """A radix tree over `keys`, the tokens of all steps in a row. A node is a run of keys.
+
+    Node 0 is an empty root above all others. Every step ends where a node ends.
+    """
 
     def __init__(self, samples: list[Sample]):
-        self.keys = np.concatenate(
-            [ids for s in samples for ids in (s.step.prompt_ids, s.step.response_ids)]
-        )
-        self.bounds = np.cumsum([0] + [len(s.step) for s in samples]).tolist()
+        ids = [ids for s in samples for ids in (s.step.prompt_ids, s.step.response_ids)]
+        self.keys = np.concatenate(ids)
+        # [sample + 1] the first key of each step, then the total
+        self.bounds: list[int] = np.cumsum([0] + [len(s.step) for s in samples]).tolist()
         self._insert_all()
 
     def _insert_all(self) -> None:
-        # Node 0 is an empty root above all others.
-        self.first, self.depth, self.length, self.parent, self.children = [0], [0], [0], [-1], [{}]
-        self.path = [0]  # nodes of the sequence inserted last
-        self.leaf = []  # [sample] the node that its step ends
-        latest = self.keys[:0]
+        # Columns [node]:
+        self.first = [0]  # index in `keys` of the node's first key
+        self.depth = [0]  # keys above the node
+        self.length = [0]  # keys of the node
+        self.parent = [-1]
+        self.children: list[dict[int, int]] = [{}]  # first key → child
+        self.path = [0]  # nodes of the sequence inserted last, from the root down
+        self.leaf: list[int] = []  # [sample] the node that its step ends
+        previous = self.keys[:0]
         for begin, stop in zip(self.bounds, self.bounds[1:]):
             sequence = self.keys[begin:stop]
-            self.leaf.append(self._insert(sequence, begin, common_prefix(latest, sequence)))
-            latest = sequence
+            self.leaf.append(self._insert(sequence, begin, common_prefix(previous, sequence)))
+            previous = sequence
         self._order()
 
     def _insert(self, sequence: np.ndarray, begin: int, shared: int) -> int:
-        """Add a sequence whose first `shared` keys are those of the path; return the node it ends."""
+        """Add a sequence, keys[begin:], and return the node it ends.
+
+        shared: the number of its first keys that are on `path`.
+
+            inserted last   A B T C .          path: the root and one node, A B T C .
+            sequence        A B C . O D .      shared = 2
+
+            back up     to the node that holds the last shared key, B: it is A B T C .
+            split       it after B:                A B ─── T C .
+            descend     while a child matches: no child of A B begins with C
+            add         the rest as a new leaf:    A B ─┬─ T C .
+                                                        └─ C . O D .
+        """
         path = self.path
         while len(path) > 1 and self.depth[path[-1]] >= shared:
             path.pop()
         if self.depth[path[-1]] + self.length[path[-1]] > shared:
-            path[-1] = self._cut(path[-1], shared)
-        while shared < len(sequence):
-            node, key = path[-1], int(sequence[shared])
-            child = self.children[node].get(key)
+            path[-1] = self._split_node(path[-1], shared)
+        matched = shared  # keys of the sequence that `path` holds
+        while matched < len(sequence):
+            child = self.children[path[-1]].get(int(sequence[matched]))
             if child is None:
-                path.append(self._add(node, key, begin + shared, shared, len(sequence) - shared))
+                rest = len(sequence) - matched
+                path.append(self._add(path[-1], begin + matched, matched, rest))
                 break
-            run = self.keys[self.first[child] : self.first[child] + self.length[child]]
-            shared += common_prefix(run, sequence[shared:])
-            if shared < self.depth[child] + self.length[child]:
-                child = self._cut(child, shared)
-            path.append(child)
+            child_keys = self.keys[self.first[child] : self.first[child] + self.length[child]]
+            equal = common_prefix(child_keys, sequence[matched:])
+            matched += equal
+            partly = equal < self.length[child]
+            path.append(self._split_node(child, matched) if partly else child)
         return path[-1]
 
-    def _add(self, parent: int, key: int, first: int, depth: int, length: int) -> int:
+    def _add(self, parent: int, first: int, depth: int, length: int) -> int:
         node = len(self.first)
         self.first.append(first)
         self.depth.append(depth)
         self.length.append(length)
         self.parent.append(parent)
         self.children.append({})
-        self.children[parent][key] = node
+        self.children[parent][int(self.keys[first])] = node
         return node
 
-    def _cut(self, node: int, depth: int) -> int:
-        """Move the part of a node above `depth` into a new node; the lower part keeps its number and children."""
-        upper_length = depth - self.depth[node]
+    def _split_node(self, node: int, depth: int) -> int:
+        """Move the keys above `depth` to a new parent and return it.
+
+        The lower part keeps the node's number and its children.
+        """
         first = self.first[node]
-        upper = self._add(
-            self.parent[node], int(self.keys[first]), first, self.depth[node], upper_length
-        )
+        upper_length = depth - self.depth[node]
+        upper = self._add(self.parent[node], first, self.depth[node], upper_length)
         self.first[node] += upper_length
         self.depth[node] = depth
         self.length[node] -= upper_length
@@ -185,24 +210,28 @@ class _Tree:
         return upper
 
     def _order(self) -> None:
-        """Depth first: `order` of the nodes, and for each where its tokens (`at`) and its subtree (`end`) lie."""
-        self.order, stack = [], [0]
+        """Set the depth-first `order` of the nodes, and per node its trie index and subtree end."""
+        self.order: list[int] = []
+        stack = [0]
         while stack:
             node = stack.pop()
             self.order.append(node)
             stack.extend(reversed(self.children[node].values()))
-        self.at, self.end, at = [0] * len(self.order), [0] * len(self.order), 0
+        self.at = [0] * len(self.order)  # [node] trie index of its first token
+        self.end = [0] * len(self.order)  # [node] first trie index after its subtree
+        tokens = 0
         for node in self.order:
-            self.at[node] = at
-            at += self.length[node]
-            self.end[node] = at
+            self.at[node] = tokens
+            tokens += self.length[node]
+            self.end[node] = tokens
         for node in reversed(self.order[1:]):
             parent = self.parent[node]
             self.end[parent] = max(self.end[parent], self.end[node])
 
     def runs(self, sample: int, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Where tokens start..stop of a step lie in the trie: runs (index, position, length), from the root down."""
-        result, node = [], self.leaf[sample]
+        """Tokens start..stop of a step as runs (trie index, position, length), root first."""
+        result = []
+        node = self.leaf[sample]
         while start < stop:
             depth = self.depth[node]
             first = max(start, depth)
@@ -212,39 +241,42 @@ class _Tree:
             node = self.parent[node]
         return result[::-1]
 
-    def trie(self, rows: "_Rows") -> Trie:
-        order = self.order[1:]
-        keys = np.concatenate(
-            [self.keys[self.first[n] : self.first[n] + self.length[n]] for n in order]
-        )
-        at, length, depth, end = (
-            np.array([column[n] for n in order], np.int32)
-            for column in (self.at, self.length, self.depth, self.end)
-        )
+    def trie(self, rows: "_LossRows") -> Trie:
+        nodes = self.order[1:]
+        runs = [self.keys[self.first[n] : self.first[n] + self.length[n]] for n in nodes]
+        keys = np.concatenate(runs)
+        # [node] i32
+        at = np.array([self.at[n] for n in nodes], np.int32)
+        length = np.array([self.length[n] for n in nodes], np.int32)
+        depth = np.array([self.depth[n] for n in nodes], np.int32)
+        end = np.array([self.end[n] for n in nodes], np.int32)
         return Trie(
-            tokens=keys.astype(np.int32, copy=False),  # of a split key, the low half
+            tokens=keys.astype(np.int32, copy=False),  # drops the variant, see split_conflicts
             position=np.arange(len(keys), dtype=np.int32) + np.repeat(depth - at, length),
             end=np.repeat(end, length),
             loss=rows.table(self),
         )
 
-    def split(self, samples: list[Sample], conflicts: list["_Conflict"]) -> None:
-        """Build the tree anew so that tokens with different experts are different keys: token + variant · 2³²."""
+    def split_conflicts(self, samples: list[Sample], conflicts: list["_Conflict"]) -> None:
+        """Rebuild the tree with keys token + variant · 2³²: one variant per recorded routing."""
         keys = self.keys.astype(np.int64)
         for conflict, variant in zip(conflicts, _variants(samples, conflicts)):
             keys[self.bounds[conflict.sample] + conflict.position] += variant << 32
-        # What a step did not record itself, it has from the step before it in its trajectory.
-        previous: dict[int, int] = {}
+        # A step inherits the routing that it did not record from its trajectory's previous step.
+        previous: dict[int, int] = {}  # trajectory → its latest sample
         for i, sample in enumerate(samples):
-            j, previous[sample.trajectory] = previous.get(sample.trajectory), i
+            j = previous.get(sample.trajectory)
+            previous[sample.trajectory] = i
             missing = len(sample.step) if sample.step.routing is None else sample.step.routing_start
-            if j is not None and missing:
-                mine, theirs = self.bounds[i], self.bounds[j]
-                shared = common_prefix(
-                    self.keys[mine : self.bounds[i + 1]], self.keys[theirs : self.bounds[j + 1]]
-                )
-                inherited = min(shared, missing)
-                keys[mine : mine + inherited] = keys[theirs : theirs + inherited]
+            if j is None or not missing:
+                continue
+            mine = self.bounds[i]
+            theirs = self.bounds[j]
+            shared = common_prefix(
+                self.keys[mine : self.bounds[i + 1]], self.keys[theirs : self.bounds[j + 1]]
+            )
+            inherited = min(shared, missing)
+            keys[mine : mine + inherited] = keys[theirs : theirs + inherited]
         self.keys = keys
         self._insert_all()
 
@@ -252,94 +284,130 @@ class _Tree:
 # ---------------------------------------------------------------- loss rows
 
 
-class _Rows:
-    """The trained tokens of some samples, in their order."""
+class _LossRows:
+    """The trained tokens of some samples, in order: one row of the loss table each."""
 
     def __init__(self, samples: list[Sample]):
         self.samples = samples
-        prompts = np.array([len(s.step.prompt_ids) for s in samples])
-        first = np.cumsum(
-            [0] + [len(s.step.response_ids) for s in samples]
-        )  # [sample + 1] in all responses
-        # [row] where in all responses, the sample, where in its response
-        self.response = np.flatnonzero(np.concatenate([s.step.loss_mask for s in samples]))
-        self.start = np.searchsorted(self.response, first)  # [sample + 1] its first row
-        self.counts = np.diff(self.start)
-        self.sample = np.repeat(np.arange(len(samples)), self.counts)
-        self.offset = self.response - first[self.sample]
+        prompt_tokens = np.array([len(s.step.prompt_ids) for s in samples])
+        # [sample + 1] the first token of each response among all response tokens, then the total
+        response_start = np.cumsum([0] + [len(s.step.response_ids) for s in samples])
+        # [row] index among all response tokens
+        self.response_index = np.flatnonzero(np.concatenate([s.step.loss_mask for s in samples]))
+        # [sample + 1] the first row of each sample, then the total
+        self.start = np.searchsorted(self.response_index, response_start)
+        self.counts = np.diff(self.start)  # [sample]
+        self.sample = np.repeat(np.arange(len(samples)), self.counts)  # [row]
+        # [row] index in the sample's own response
+        self.offset = self.response_index - response_start[self.sample]
         # [sample] tokens to compute: up to the source of its last trained token
+        self.needed_tokens = np.zeros(len(samples), np.int64)
         trained = self.counts > 0
-        self.need = np.zeros(len(samples), np.int64)
-        self.need[trained] = prompts[trained] + self.offset[self.start[1:][trained] - 1]
+        last_offset = self.offset[self.start[1:][trained] - 1]
+        self.needed_tokens[trained] = prompt_tokens[trained] + last_offset
+
+    def __len__(self) -> int:
+        return len(self.response_index)
 
     def table(self, tree: _Tree) -> LossTable:
         samples = self.samples
+        response_ids = np.concatenate([s.step.response_ids for s in samples])
+        logprobs = np.concatenate([_logprobs(s) for s in samples])
         return LossTable(
             src=self._sources(tree),
-            target=np.concatenate([s.step.response_ids for s in samples])[self.response],
+            target=response_ids[self.response_index],
             advantage=self._per_row([s.advantage for s in samples], np.float32),
             weight=self._per_row([s.weight for s in samples], np.float32),
-            rollout_logprob=np.concatenate([_logprobs(s) for s in samples])[self.response],
+            rollout_logprob=logprobs[self.response_index],
             group=self._per_row([s.group for s in samples], np.int32),
             trajectory=self._per_row([s.trajectory for s in samples], np.int32),
             step=self._per_row([s.step.index for s in samples], np.int32),
         )
 
-    def _per_row(self, per_sample: list, dtype) -> np.ndarray:
+    def _per_row(self, per_sample: list, dtype: type) -> np.ndarray:
         return np.repeat(np.array(per_sample, dtype), self.counts)
 
     def _sources(self, tree: _Tree) -> np.ndarray:
-        """Trie index of the token before each trained token, on its own step's path."""
-        # The index of every token from the last of the prompt on, step after step; a row reads its own.
-        runs, first = [], [0]
-        for i, (sample, need) in enumerate(zip(self.samples, self.need.tolist())):
-            prompt = len(sample.step.prompt_ids)
-            runs += tree.runs(i, prompt - 1, need)
-            first.append(first[-1] + max(need - prompt + 1, 0))
+        """[row] trie index of the token before each trained token, on its step's path."""
+        # Expand the runs to the trie index of every token from the last prompt token on, step by
+        # step. `first` [sample + 1]: where the tokens of each step begin among these.
+        runs = []
+        first = [0]
+        for i, (sample, needed) in enumerate(zip(self.samples, self.needed_tokens.tolist())):
+            prompt_tokens = len(sample.step.prompt_ids)
+            runs += tree.runs(i, prompt_tokens - 1, needed)
+            first.append(first[-1] + max(needed - prompt_tokens + 1, 0))
         index, _, length = np.array(runs, np.int32).T
-        at = np.cumsum(length, dtype=np.int32) - length
-        indices = np.arange(first[-1], dtype=np.int32) + np.repeat(index - at, length)
+        run_start = np.cumsum(length, dtype=np.int32) - length
+        indices = np.arange(first[-1], dtype=np.int32) + np.repeat(index - run_start, length)
         return indices[np.array(first)[self.sample] + self.offset]
 
 
 def _logprobs(sample: Sample) -> np.ndarray:
-    recorded = sample.step.logprobs
-    return (
-        np.full(len(sample.step.response_ids), np.nan, np.float32) if recorded is None else recorded
-    )
+    if sample.step.logprobs is None:
+        return np.full(len(sample.step.response_ids), np.nan, np.float32)
+    return sample.step.logprobs
 
 
-# ---------------------------------------------------------------- experts
+# ---------------------------------------------------------------- routing
 
 
-def _routes(samples: list[Sample], tree: _Tree, trie: Trie) -> tuple[Routes, np.ndarray]:
-    """The experts of each token, and the sample that owns it (-1: nobody has recorded any)."""
-    owner = np.full(len(trie), -1, np.int32)
-    # What is painted later wins: sampled tokens over context, earlier steps over later ones.
+def _owners(samples: list[Sample], tree: _Tree, tokens: int) -> np.ndarray:
+    """[token] the sample whose routing it takes; -1 where no step recorded any.
+
+        sample 0   prompt [A]          response [B C]    recorded A B; C was never forwarded
+        sample 1   prompt [A B C O]    response [D E]    recorded A B C O D
+
+        token                 A  B  C  O  D  E
+        1. prompt tokens      0  1  1  1  -  -    sample 1 writes A B C O, then sample 0 writes A
+        2. sampled tokens     0  0  1  1  1  -    sample 1 writes D, then sample 0 writes B
+
+    The last writer wins: sampled tokens over prompt tokens, earlier samples over later ones.
+    """
+    owner = np.full(tokens, -1, np.int32)
     for sampled in (False, True):
         for i in reversed(range(len(samples))):
             step = samples[i].step
-            prompt = len(step.prompt_ids)
-            start = max(step.routing_start, prompt) if sampled else step.routing_start
-            stop = step.routing_end if sampled else min(step.routing_end, prompt)
-            for index, _, length in tree.runs(i, start, stop):
+            prompt_tokens = len(step.prompt_ids)
+            if sampled:
+                runs = tree.runs(i, max(step.routing_start, prompt_tokens), step.routing_end)
+            else:
+                runs = tree.runs(i, step.routing_start, min(step.routing_end, prompt_tokens))
+            for index, _, length in runs:
                 owner[index : index + length] = i
-    start, stop = _runs_of(owner, trie.position)
-    owned = owner[start] >= 0
-    start, stop = start[owned], stop[owned]
+    return owner
+
+
+def _routes(samples: list[Sample], trie: Trie, owner: np.ndarray) -> Routes:
+    """Views of the recorded routing, one per run of tokens on one path with one owner.
+
+    The example of `_owners` gives start = [0, 2]; E, without an owner, is in no run:
+
+        A B      tokens 0 and 1    rows[0] = routing[0:2] of sample 0
+        C O D    tokens 2 to 4     rows[1] = routing[2:5] of sample 1
+    """
+    run_start, run_stop = _owner_runs(owner, trie.position)
+    recorded = owner[run_start] >= 0
+    start = run_start[recorded]
+    length = run_stop[recorded] - start
     rows = []
-    for i, position, length in zip(
-        owner[start].tolist(), trie.position[start].tolist(), (stop - start).tolist()
+    for i, position, tokens in zip(
+        owner[start].tolist(), trie.position[start].tolist(), length.tolist()
     ):
-        step = samples[i].step
-        row = position - step.routing_start
-        rows.append(step.routing[row : row + length])
+        rows.append(_recorded(samples[i].step, position, tokens))
     shape = next(s.step.routing.shape[1:] for s in samples if s.step.routing is not None)
-    return Routes(start.astype(np.int32), rows, shape), owner
+    return Routes(start.astype(np.int32), rows, shape)
 
 
-def _runs_of(owner: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of consecutive tokens of one path with one owner: starts and stops."""
+def _recorded(step: Step, position: int, tokens: int) -> np.ndarray:
+    """[tokens, L, K] view of the routing that a step recorded from this position on."""
+    assert step.routing is not None
+    row = position - step.routing_start
+    return step.routing[row : row + tokens]
+
+
+def _owner_runs(owner: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and stops of the runs of consecutive tokens on one path with one owner."""
     begins = np.ones(len(owner), bool)
     begins[1:] = (owner[1:] != owner[:-1]) | (position[1:] != position[:-1] + 1)
     start = np.flatnonzero(begins)
@@ -348,7 +416,7 @@ def _runs_of(owner: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.nd
 
 @dataclass
 class _Conflict:
-    """Tokens of one sample whose recorded experts differ from their owner's."""
+    """Tokens for which a sample recorded other experts than their owner."""
 
     sample: int
     position: np.ndarray  # [n] in the sample
@@ -356,133 +424,178 @@ class _Conflict:
 
 
 def _conflicts(
-    samples, tree: _Tree, trie: Trie, owner: np.ndarray, report: FoldReport
+    samples: list[Sample], tree: _Tree, trie: Trie, owner: np.ndarray, report: FoldReport
 ) -> list[_Conflict]:
-    starts, stops = (bounds.tolist() for bounds in _runs_of(owner, trie.position))
-    found = []
+    run_starts, run_stops = (bounds.tolist() for bounds in _owner_runs(owner, trie.position))
+    conflicts = []
     for i, sample in enumerate(samples):
         step = sample.step
         for index, position, length in tree.runs(i, step.routing_start, step.routing_end):
-            at, stop = index, index + length
-            run = bisect_right(starts, at) - 1
-            while at < stop:
-                piece = min(stops[run], stop) - at
-                theirs = samples[owner[at]].step
-                if theirs is not step:
-                    depth = position + at - index
-                    differ = _differing(step, theirs, depth, piece)
-                    report.routes_compared += piece
+            stop = index + length
+            token = index
+            run = bisect_right(run_starts, token) - 1
+            while token < stop:
+                tokens = min(run_stops[run], stop) - token  # of one owner
+                owner_step = samples[owner[token]].step
+                if owner_step is not step:
+                    depth = position + token - index
+                    differ = _differing(step, owner_step, depth, tokens)
+                    report.routes_compared += tokens
                     report.routes_conflicting += len(differ)
                     if len(differ):
-                        found.append(_Conflict(i, depth + differ, at + differ))
-                at += piece
+                        conflicts.append(_Conflict(i, depth + differ, token + differ))
+                token += tokens
                 run += 1
-    return found
+    return conflicts
 
 
-def _differing(a, b, position: int, length: int) -> np.ndarray:
-    """Which of these tokens two steps recorded different experts for."""
-    mine, theirs = (s.routing[position - s.routing_start :][:length] for s in (a, b))
+def _differing(a: Step, b: Step, position: int, tokens: int) -> np.ndarray:
+    """Offsets, from `position`, of the tokens for which two steps recorded different experts."""
+    mine = _recorded(a, position, tokens)
+    theirs = _recorded(b, position, tokens)
     if np.array_equal(mine, theirs):
         return np.zeros(0, np.int64)
     return np.flatnonzero((mine != theirs).any(axis=(1, 2)))
 
 
 def _variants(samples: list[Sample], conflicts: list[_Conflict]) -> list[np.ndarray]:
-    """A number from 1 for each different (token, experts); 0 is left to the owner's."""
+    """A number from 1 for each distinct (token, routed experts); 0 is the owner's variant."""
     records = []
     for conflict in conflicts:
         step = samples[conflict.sample].step
-        experts = step.routing[conflict.position - step.routing_start].reshape(
-            len(conflict.token), -1
-        )
-        token = conflict.token.astype(np.int64)[:, None]
-        records.append(np.concatenate([token.view(np.uint8), experts.view(np.uint8)], axis=1))
+        assert step.routing is not None
+        rows = step.routing[conflict.position - step.routing_start]  # [n, L, K]
+        routing_bytes = rows.reshape(len(conflict.token), -1).view(np.uint8)
+        token_bytes = conflict.token.astype(np.int64)[:, None].view(np.uint8)
+        records.append(np.concatenate([token_bytes, routing_bytes], axis=1))
     table = np.concatenate(records)
     _, number = np.unique(table.view(f"V{table.shape[1]}").ravel(), return_inverse=True)
-    return np.split(number.astype(np.int64) + 1, np.cumsum([len(c.token) for c in conflicts])[:-1])
+    variants = number.astype(np.int64) + 1
+    return np.split(variants, np.cumsum([len(c.token) for c in conflicts])[:-1])
 
 
-# ---------------------------------------------------------------- layouts
+# ---------------------------------------------------------------- restriction
 
 
 def restrict(trie: Trie, rows: np.ndarray | slice) -> Trie:
-    """The part of a trie that these loss rows need: the root paths of their sources, and nothing beside."""
+    """The part of a trie that these loss rows need: the root paths of their sources.
+
+    The trie of `types.py` has three nodes. Restricted to the row with source 6 (`O` predicts `D`):
+
+        trie           A B   T C   C . O D             A B ─┬─ T C
+        index          0 1   2 3   4 5 6 7                  └─ C . O D
+        node_start     0     2     4
+        last_needed    6     -     6                   the last needed source in the subtree
+        kept_tokens    2     0     3
+        new_start      0     2     2       5           where the node begins in the result
+
+        result         A B   C . O                     its source: 6 + (2 - 4) = 4
+    """
     loss = trie.loss.take(rows)
-    deepest = np.append(loss.step_starts()[1:], len(loss)) - 1
-    sources = np.sort(loss.src[deepest])
-    first = trie.node_starts
-    stop = np.append(first[1:], np.int32(len(trie)))
-    # A node is kept up to the last source in its subtree; -1 stands for none.
-    end = trie.end[first]
-    last = np.append(sources, np.int32(-1))[np.searchsorted(sources, end) - 1]
-    length = np.clip(np.minimum(stop, last + 1) - first, 0, None)
-    at = np.append(
-        np.int32(0), np.cumsum(length, dtype=np.int32)
-    )  # where each node lies afterwards, then the total
-    node = np.searchsorted(first, loss.src, side="right") - 1
-    loss.src = loss.src + (at[node] - first[node])
-    kept = np.flatnonzero(length)
-    end = at[np.searchsorted(first, end[kept])]
-    first, length, at = first[kept], length[kept], at[kept]
+    # [node]
+    node_start = trie.node_starts
+    node_stop = np.append(node_start[1:], np.int32(len(trie)))
+    subtree_end = trie.end[node_start]
+
+    last_row_of_step = np.append(loss.step_starts()[1:], len(loss)) - 1
+    sources = np.sort(loss.src[last_row_of_step])  # the deepest source of each step
+    # The last source before the subtree's end; one before the node itself keeps nothing of it.
+    last_needed = np.append(sources, np.int32(-1))[np.searchsorted(sources, subtree_end) - 1]
+    kept_tokens = np.clip(np.minimum(node_stop, last_needed + 1) - node_start, 0, None)
+    new_start = np.append(np.int32(0), np.cumsum(kept_tokens, dtype=np.int32))  # [node + 1]
+
+    source_node = np.searchsorted(node_start, loss.src, side="right") - 1  # [row]
+    loss.src = loss.src + (new_start[source_node] - node_start[source_node])
+
+    kept = np.flatnonzero(kept_tokens)
+    new_end = new_start[np.searchsorted(node_start, subtree_end[kept])]
+    ranges = _Ranges(node_start[kept], kept_tokens[kept], new_start[kept])
+    # [token of the result] its position minus its index
+    offset = np.repeat(trie.position[ranges.start] - ranges.new_start, ranges.length)
     return Trie(
-        tokens=np.concatenate(
-            [trie.tokens[a:b] for a, b in zip(first.tolist(), (first + length).tolist())]
-        ),
-        position=np.arange(length.sum(), dtype=np.int32)
-        + np.repeat(trie.position[first] - at, length),
-        end=np.repeat(end, length),
+        tokens=np.concatenate([trie.tokens[a:b] for a, b in ranges.bounds()]),
+        position=np.arange(len(offset), dtype=np.int32) + offset,
+        end=np.repeat(new_end, ranges.length),
         loss=loss,
-        routes=None if trie.routes is None else _take_routes(trie.routes, first, length, at),
+        routes=None if trie.routes is None else _take_routes(trie.routes, ranges),
     )
 
 
-def _take_routes(routes: Routes, first: np.ndarray, length: np.ndarray, at: np.ndarray) -> Routes:
-    """The experts of some ranges of tokens, range i moved from first[i] to at[i]."""
-    starts = routes.start.tolist()
-    stops = routes.start + np.array([len(r) for r in routes.rows], np.int32)
-    overlaps = zip(
-        np.searchsorted(stops, first, side="right").tolist(),
-        np.searchsorted(routes.start, first + length).tolist(),
-    )
-    stops = stops.tolist()
-    new_start, new_rows = [], []
-    for (low, high), begin, n, to in zip(overlaps, first.tolist(), length.tolist(), at.tolist()):
-        for run in range(low, high):
-            a, b = max(starts[run], begin), min(stops[run], begin + n)
-            new_start.append(to + a - begin)
-            new_rows.append(routes.rows[run][a - starts[run] : b - starts[run]])
+@dataclass
+class _Ranges:
+    """Ranges of tokens of a trie, and where they begin in another one."""
+
+    start: np.ndarray  # [n] i32, ascending
+    length: np.ndarray  # [n] i32
+    new_start: np.ndarray  # [n] i32
+
+    def bounds(self) -> list[tuple[int, int]]:
+        return list(zip(self.start.tolist(), (self.start + self.length).tolist()))
+
+
+def _take_routes(routes: Routes, ranges: _Ranges) -> Routes:
+    """The routing of some ranges of tokens, at their new places."""
+    run_start = routes.start
+    run_stop = run_start + np.array([len(rows) for rows in routes.rows], np.int32)
+    # [range] the first run that overlaps it, and the first one after it
+    first_run = np.searchsorted(run_stop, ranges.start, side="right").tolist()
+    after_run = np.searchsorted(run_start, ranges.start + ranges.length).tolist()
+    starts: list[int] = run_start.tolist()
+    stops: list[int] = run_stop.tolist()
+    shifts = (ranges.new_start - ranges.start).tolist()
+    new_start = []
+    new_rows = []
+    for i, (start, stop) in enumerate(ranges.bounds()):
+        for run in range(first_run[i], after_run[i]):
+            first = max(starts[run], start)
+            last = min(stops[run], stop)
+            new_start.append(first + shifts[i])
+            new_rows.append(routes.rows[run][first - starts[run] : last - starts[run]])
     return Routes(np.array(new_start, np.int32), new_rows, routes.shape)
 
 
-def _parts(samples: list[Sample], rows: _Rows, trie: Trie, layout: str) -> list[slice]:
+# ---------------------------------------------------------------- pack layouts merge and flat
+
+
+def _sequence_rows(
+    samples: list[Sample], rows: _LossRows, trie: Trie, pack_layout: str
+) -> list[slice]:
     """The loss rows of each sequence under `flat` or `merge`."""
-    alone = [(i, i + 1) for i in range(len(samples))]
-    ranges = alone if layout == "flat" else _chains(samples, rows, trie)
-    bounds = [rows.start[[first, stop]].tolist() for first, stop in ranges]
+    if pack_layout == "flat":
+        chains = [(i, i + 1) for i in range(len(samples))]
+    else:
+        chains = _chains(samples, rows, trie)
+    bounds = [rows.start[[first, stop]].tolist() for first, stop in chains]
     return [slice(first, stop) for first, stop in bounds if first < stop]
 
 
-def _chains(samples: list[Sample], rows: _Rows, trie: Trie) -> list[tuple[int, int]]:
-    """Ranges of samples in which each step's prompt begins with the whole step before it."""
-    chains, start, tip = [], 0, -1  # tip: the last token of the chain's path
+def _chains(samples: list[Sample], rows: _LossRows, trie: Trie) -> list[tuple[int, int]]:
+    """Ranges of samples in which each step's prompt begins with the whole previous step."""
+    chains = []
+    start = 0
+    tip: int | None = None  # the last token on the chain's path
     for i, sample in enumerate(samples):
         source = int(trie.loss.src[rows.start[i + 1] - 1]) if rows.counts[i] else None
         if i > start:
-            on_path = (
-                source is None or tip < 0 or tip <= source < trie.end[tip]
-            )  # false after a split
+            # False after split_conflicts: the same tokens are then on different paths.
+            on_path = source is None or tip is None or tip <= source < trie.end[tip]
             if not (on_path and _continues(samples[i - 1], sample)):
                 chains.append((start, i))
-                start, tip = i, -1
-        tip = tip if source is None else source
-    return chains + [(start, len(samples))]
+                start = i
+                tip = None
+        if source is not None:
+            tip = source
+    return [*chains, (start, len(samples))]
 
 
-def _continues(before: Sample, sample: Sample) -> bool:
-    if sample.trajectory != before.trajectory or sample.step.index != before.step.index + 1:
+def _continues(previous: Sample, sample: Sample) -> bool:
+    """Whether the prompt begins with the whole previous step of the same trajectory."""
+    if sample.trajectory != previous.trajectory or sample.step.index != previous.step.index + 1:
         return False
-    prompt, response = len(before.step.prompt_ids), before.step.response_ids
     ids = sample.step.prompt_ids
-    whole = np.array_equal(ids[:prompt], before.step.prompt_ids)
-    return whole and np.array_equal(ids[prompt : prompt + len(response)], response)
+    prompt_ids = previous.step.prompt_ids
+    response_ids = previous.step.response_ids
+    after_prompt = ids[len(prompt_ids) :]
+    return np.array_equal(ids[: len(prompt_ids)], prompt_ids) and np.array_equal(
+        after_prompt[: len(response_ids)], response_ids
+    )

@@ -1,14 +1,14 @@
-"""Weight: how much each trained token counts in the loss, decided over the whole mini-batch and before any layout.
+"""Weights: the factor of each trained token in the loss, computed over the whole mini-batch.
 
-    reduction    weight of a token                               so that
-    token        1 / tokens                                      every token counts the same
-    step         1 / steps / tokens of its step                  every model call counts the same
-    trajectory   1 / trajectories / tokens of its trajectory     every episode counts the same
-    prompt       1 / prompts / tokens of its prompt              every prompt counts the same
+    reduction    weight of a token                               equal weight for
+    token        1 / tokens                                      every token
+    step         1 / steps / tokens of its step                  every model call
+    trajectory   1 / trajectories / tokens of its trajectory     every trajectory
+    prompt       1 / prompts / tokens of its prompt              every prompt
 
-Only trained tokens are counted, and only the steps, trajectories and prompts that have one. The weights of a
-mini-batch add up to 1, on however many ranks and in however many micro-batches it is computed; the loss is the plain
-sum of weight × loss of the token.
+Only trained tokens count, and only steps, trajectories and prompts that have one. The weights of a
+mini-batch sum to 1, for any number of ranks and micro-batches; the loss is the sum of weight × loss
+over the tokens.
 """
 
 import numpy as np
@@ -19,39 +19,43 @@ UNITS = ("token", "step", "trajectory", "prompt")
 
 
 def token_weights(groups: list[Group], reduction: str) -> list[list[np.ndarray]]:
-    """Per group, per trajectory: the weight of each trained token of each step."""
+    """Per group, per trajectory: [step] f32, the weight of each trained token of the step."""
     if reduction not in UNITS:
         raise ValueError(f"loss.reduction = {reduction}: must be one of {', '.join(UNITS)}")
-    # [step] in the order of the batch: trained tokens, and which trajectory and prompt they belong to
-    tokens, trajectory, prompt = [], [], []
-    for g, group in enumerate(groups):
-        for t in group.trajectories:
-            number = trajectory[-1] + 1 if trajectory else 0
-            tokens += [np.count_nonzero(step.loss_mask) for step in t.steps]
-            trajectory += [number] * len(t.steps)
-            prompt += [g] * len(t.steps)
-    tokens = np.array(tokens, np.float64)
-    unit = {
-        "token": np.zeros(len(tokens), int),
-        "step": np.arange(len(tokens)),
-        "trajectory": np.array(trajectory, int),
-        "prompt": np.array(prompt, int),
-    }[reduction]
-    per_unit = np.bincount(unit, tokens)  # [unit] trained tokens
-    units = np.count_nonzero(per_unit)
-    weight = (
-        1 / (units * np.where(tokens > 0, per_unit[unit], np.inf))
-        if units
-        else np.zeros(len(tokens))
-    )
+    trajectories = [t for group in groups for t in group.trajectories]
+    steps = [step for t in trajectories for step in t.steps]
+    tokens = np.array([np.count_nonzero(step.loss_mask) for step in steps], np.float64)  # [step]
+    unit = _units(groups, reduction)  # [step]
+    unit_tokens = np.bincount(unit, tokens)  # [unit] trained tokens
+    trained_units = np.count_nonzero(unit_tokens)
+    weight = np.zeros(len(tokens))  # [step]
+    trained = tokens > 0
+    weight[trained] = 1 / (trained_units * unit_tokens[unit[trained]])
     return _nest(weight.astype(np.float32), groups)
 
 
+def _units(groups: list[Group], reduction: str) -> np.ndarray:
+    """[step] the number of the unit it belongs to, in the order of the batch."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    steps_of_trajectory = [len(t.steps) for t in trajectories]
+    if reduction == "token":
+        return np.zeros(sum(steps_of_trajectory), int)
+    if reduction == "step":
+        return np.arange(sum(steps_of_trajectory))
+    if reduction == "trajectory":
+        return np.repeat(np.arange(len(trajectories)), steps_of_trajectory)
+    steps_of_prompt = [sum(len(t.steps) for t in group.trajectories) for group in groups]
+    return np.repeat(np.arange(len(groups)), steps_of_prompt)
+
+
 def _nest(per_step: np.ndarray, groups: list[Group]) -> list[list[np.ndarray]]:
-    result, at = [], 0
+    """Slices of a flat array [step], per group and trajectory."""
+    nested: list[list[np.ndarray]] = []
+    start = 0
     for group in groups:
-        result.append([])
+        nested.append([])
         for trajectory in group.trajectories:
-            result[-1].append(per_step[at : at + len(trajectory.steps)])
-            at += len(trajectory.steps)
-    return result
+            stop = start + len(trajectory.steps)
+            nested[-1].append(per_step[start:stop])
+            start = stop
+    return nested

@@ -15,7 +15,7 @@ from megastep.config import Config, ImportanceSamplingConfig, training_warnings
 from megastep.models.architecture import read_architecture
 from megastep.policy.actor import Policy
 from megastep.samples import lay_out, make_samples
-from megastep.samples.metrics import layout_metrics, over_mini_batches
+from megastep.samples.metrics import over_mini_batches, packing_metrics
 from megastep.samples.packing import mini_batches
 from megastep.samples.validation import validate
 from megastep.trainer.rundir import Run
@@ -143,9 +143,9 @@ class Learner:
             ranks=config.data_ranks,
             budget_tokens=config.budget_tokens,
             align_tokens=parallel.tensor,
-            layout=config.train.pack_layout,
+            pack_layout=config.train.pack_layout,
             on_conflict=config.routing_replay.on_conflict,
             attention_tokens=6 * self.arch.hidden,
             rounds_of=parallel.pipeline if parallel.virtual > 1 else 1,
         )
-        return batches, layout_metrics(report, batches, config.budget_tokens)
+        return batches, packing_metrics(report, batches, config.budget_tokens)

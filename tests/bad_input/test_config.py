@@ -194,7 +194,7 @@ def test_choices(key):
         ("a\nb=1", "'a\\nb': unknown key"),
         ("base=x.yaml", "base: unknown key"),
         ("async=1", "is a section"),
-        ("env.options=5", "env.options = 5: wrong type, dict[str, typing.Any] is needed"),
+        ("env.options=5", "env.options = 5: wrong type, dict[str, Any] is needed"),
         ("env.options=null", "env.options = None: wrong type"),
         ("env.options=[1]", "env.options = [1]: wrong type"),
         ("env.options.=1", "env.options.: not a key; env.options.NAME is needed"),

@@ -350,7 +350,7 @@ FOREIGN = {
     "expert_twice": (dict(routing=np.zeros_like(ROUTING)), "has one expert twice"),
     "no_experts": (
         dict(routing=None),
-        "no experts recorded, and routing_replay.enabled needs them",
+        "no routing recorded, and routing_replay.enabled needs it",
     ),
 }
 

@@ -361,7 +361,7 @@ def test_colocated_engines_cannot_be_asynchronous():
         ("env.option.x=1", "env.option.x: unknown key; did you mean env.options?"),
         (
             "rollout.template=x",
-            "rollout.template = 'x': wrong type, dict[str, typing.Any] is needed",
+            "rollout.template = 'x': wrong type, dict[str, Any] is needed",
         ),
         ("run.wandb=maybe", "run.wandb = maybe: must be one of online, offline, disabled"),
     ],

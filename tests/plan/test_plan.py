@@ -291,7 +291,7 @@ def test_x8_micro_batches_are_counted_as_they_are_packed(samples, tokens, ranks,
         for row in [np.full(tokens + 1, next(steps), np.int32)]
     ]
     packed, _ = lay_out(
-        made, ranks, budget_tokens=16, layout="trie", rounds_of=2 if virtual > 1 else 1
+        made, ranks, budget_tokens=16, pack_layout="trie", rounds_of=2 if virtual > 1 else 1
     )
     assert micro_batches_per_rank(config, tokens) == len(packed[0])
 

@@ -159,7 +159,7 @@ def test_bad_routes_are_refused_at_the_door():
     def twice(step):
         step.routing[3, 2] = 5
 
-    assert "no experts recorded" in broken(lambda s: setattr(s, "routing", None))
+    assert "no routing recorded" in broken(lambda s: setattr(s, "routing", None))
     assert "routing ends before token" in broken(lambda s: setattr(s, "routing", s.routing[:-1]))
     longer = lambda s: setattr(s, "routing", np.append(s.routing, s.routing[:1], 0))
     assert "routing ends before token" in broken(longer)
@@ -171,7 +171,7 @@ def test_bad_routes_are_refused_at_the_door():
     def late(step):
         step.routing, step.routing_start = step.routing[2:], 2
 
-    assert "experts begin at token 2, and earlier steps have recorded 0 tokens" in broken(late)
+    assert "routing begins at token 2, but earlier steps recorded 0 tokens" in broken(late)
 
 
 def test_what_is_recorded_for_dense_layers_means_nothing():

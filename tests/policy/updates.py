@@ -90,12 +90,17 @@ def experts_of(path: np.ndarray) -> np.ndarray:
 
 
 def micro_batches(
-    groups: list[Group], ranks: int, budget: int, layout: str, tensor: int = 1, rounds_of: int = 1
+    groups: list[Group],
+    ranks: int,
+    budget: int,
+    pack_layout: str,
+    tensor: int = 1,
+    rounds_of: int = 1,
 ):
     samples = make_samples(groups, "step_returns", "token")
-    return lay_out(samples, ranks, budget, align_tokens=tensor, layout=layout, rounds_of=rounds_of)[
-        0
-    ]
+    return lay_out(
+        samples, ranks, budget, align_tokens=tensor, pack_layout=pack_layout, rounds_of=rounds_of
+    )[0]
 
 
 def longest_path(groups: list[Group]) -> int:

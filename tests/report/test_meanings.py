@@ -13,7 +13,7 @@ from megastep.samples.filters import Dropped
 from megastep.samples.metrics import (
     evaluation_metrics,
     filter_metrics,
-    layout_metrics,
+    packing_metrics,
     rollout_metrics,
 )
 from tests.report.pages import chase_group
@@ -36,7 +36,7 @@ def test_every_metric_of_a_rollout_and_its_layout_is_documented(tokenizers):
         *rollout_metrics(rollouts),
         *evaluation_metrics(rollouts),
         *filter_metrics([Dropped(0, 0, "x")], 2),
-        *layout_metrics(folded, batches, 64),
+        *packing_metrics(folded, batches, 64),
     }
     assert {
         "eval/env/look-ups",

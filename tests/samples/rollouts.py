@@ -1,4 +1,4 @@
-"""Rollouts for the tests: written by hand, or drawn at random; and what folding must give for them, the slow way."""
+"""Rollouts for the tests, given or random, and a slow reference implementation of folding."""
 
 from collections import Counter
 from zlib import crc32
@@ -47,39 +47,34 @@ def group_of(*trajectories: Trajectory, id=0) -> Group:
 
 
 def samples_of(*groups: Group) -> list[Sample]:
-    """With an advantage and a weight that tell whose they are."""
-    return [
-        Sample(
-            s,
-            g.id,
-            t.index,
-            advantage=g.id + t.index / 8 + s.index / 64,
-            weight=1 + s.index / 8 + t.index / 64,
-        )
-        for g in groups
-        for t in g.trajectories
-        for s in t.steps
-    ]
+    """Samples with advantages and weights that identify their step."""
+    samples = []
+    for g in groups:
+        for t in g.trajectories:
+            for s in t.steps:
+                advantage = g.id + t.index / 8 + s.index / 64
+                weight = 1 + s.index / 8 + t.index / 64
+                samples.append(Sample(s, g.id, t.index, advantage, weight))
+    return samples
 
 
 # ---------------------------------------------------------------- random rollouts
 
 
 def true_experts(path) -> np.ndarray:
-    """[L, K] that a router without noise would choose for the last token of a path."""
-    return (
-        crc32(np.array(path, np.int32).tobytes()) >> np.arange(0, 8 * LAYERS, 8)[:, None] & 63
-    ) + np.arange(TOP_K)
+    """[L, K] experts that a router without noise chooses for the last token of a path."""
+    checksum = crc32(np.array(path, np.int32).tobytes())
+    per_layer = checksum >> np.arange(0, 8 * LAYERS, 8)[:, None] & 63
+    return per_layer + np.arange(TOP_K)
 
 
 @st.composite
 def groups(draw, max_groups=2, routing=("none", "full", "delta"), noise=0.0):
-    """Groups of any shape; `noise` is the chance that a recorded token took other experts than true_experts."""
+    """Groups of any shape; noise: the probability that recorded experts are not true_experts."""
     random = draw(st.randoms(use_true_random=False))
     mode = draw(st.sampled_from(routing))
-    result = [
-        random_group(random, id, mode, noise) for id in range(draw(st.integers(1, max_groups)))
-    ]
+    count = draw(st.integers(1, max_groups))
+    result = [random_group(random, id, mode, noise) for id in range(count)]
     validate(result)
     return result
 
@@ -88,7 +83,7 @@ def random_group(random, id: int, mode: str, noise: float) -> Group:
     first = _ids(random, 1, 5)
     trajectories = []
     for index in range(random.randint(1, 4)):
-        if trajectories and random.random() < 0.2:  # the same sample again
+        if trajectories and random.random() < 0.2:  # a duplicate
             steps = [Step(**vars(s)) for s in trajectories[-1].steps]
         else:
             steps = _random_steps(random, first, mode, noise)
@@ -101,14 +96,14 @@ def _random_steps(random, prompt: list[int], mode: str, noise: float) -> list[St
     count = random.randint(0 if random.random() < 0.1 else 1, 5)
     for i in range(count):
         response = _ids(random, 0, 5)
-        mask = (
-            [random.random() < 0.8 for _ in response]
-            if random.random() < 0.8
-            else [False] * len(response)
-        )
         generated = len(response)
+        if random.random() < 0.8:
+            mask = [random.random() < 0.8 for _ in response]
+        else:
+            mask = [False] * len(response)
         if random.random() < 0.2:
-            response, mask = response + [EOS], mask + [False]
+            response = response + [EOS]
+            mask = mask + [False]
         made = step(
             i,
             prompt,
@@ -117,35 +112,35 @@ def _random_steps(random, prompt: list[int], mode: str, noise: float) -> list[St
             last=i == count - 1,
             reward=random.choice([0.0, 0.0, 0.5, 1.0]),
         )
-        made.logprobs = (
-            None
-            if random.random() < 0.1
-            else -np.abs(np.arange(len(response), dtype=np.float32)) - i
-        )
+        if random.random() < 0.1:
+            made.logprobs = None
+        else:
+            made.logprobs = -np.arange(len(response), dtype=np.float32) - i
         if mode != "none" and random.random() < 0.9:
-            _record(
-                random, made, steps[-1] if steps and mode == "delta" else None, generated, noise
-            )
+            previous = steps[-1] if steps and mode == "delta" else None
+            _record(random, made, previous, generated, noise)
         steps.append(made)
         prompt = _next_prompt(random, prompt, response)
     return steps
 
 
-def _record(random, made: Step, before: Step | None, generated: int, noise: float) -> None:
-    """As an engine does: every token but the last it sampled; with `before`, without what that step has."""
+def _record(random, made: Step, previous: Step | None, generated: int, noise: float) -> None:
+    """Record routing as an engine does: of every token but the last one sampled.
+
+    With `previous`, leave out the tokens that this step recorded.
+    """
     ids = made.prompt_ids.tolist() + made.response_ids.tolist()
     stop = max(len(made.prompt_ids) + generated - 1, 0)
     start = 0
-    if before is not None and before.routing is not None:
-        old = before.prompt_ids.tolist() + before.response_ids.tolist()
-        same = next(
-            (k for k, (a, b) in enumerate(zip(old, ids)) if a != b), min(len(old), len(ids))
-        )
-        start = min(same, before.routing_end, stop, len(made.prompt_ids))
-    rows = [
-        true_experts(ids[: k + 1]) + (64 if random.random() < noise else 0)
-        for k in range(start, stop)
-    ]
+    if previous is not None and previous.routing is not None:
+        previous_ids = previous.prompt_ids.tolist() + previous.response_ids.tolist()
+        differing = (k for k, (a, b) in enumerate(zip(previous_ids, ids)) if a != b)
+        shared = next(differing, min(len(previous_ids), len(ids)))
+        start = min(shared, previous.routing_end, stop, len(made.prompt_ids))
+    rows = []
+    for k in range(start, stop):
+        offset = 64 if random.random() < noise else 0
+        rows.append(true_experts(ids[: k + 1]) + offset)
     made.routing = np.array(rows, np.uint8).reshape(-1, LAYERS, TOP_K)
     made.routing_start = start
 
@@ -154,9 +149,9 @@ def _next_prompt(random, prompt: list[int], response: list[int]) -> list[int]:
     kind = random.choice(["append", "append", "append", "nothing", "strip", "rewrite"])
     if kind == "append":
         return prompt + response + _ids(random, 1, 3)
-    if kind == "nothing":  # the observation was in the response already
+    if kind == "nothing":  # the response contains the observation
         return prompt + response
-    if kind == "strip":  # thinking gone from history
+    if kind == "strip":  # the history without thinking
         return prompt + response[random.randint(0, len(response)) :] + _ids(random, 1, 3)
     return _ids(random, 1, 6)
 
@@ -165,11 +160,11 @@ def _ids(random, low: int, high: int) -> list[int]:
     return [random.randint(1, 3) for _ in range(random.randint(low, high))]
 
 
-# ---------------------------------------------------------------- the slow way
+# ---------------------------------------------------------------- reference implementation
 
 
 def expected_rows(samples: list[Sample]) -> Counter:
-    """Every loss row with the tokens that predict it, straight from the steps."""
+    """Every loss row with the tokens that predict it, from the steps directly."""
     rows = Counter()
     for s in samples:
         ids = np.concatenate([s.step.prompt_ids, s.step.response_ids])
@@ -192,7 +187,7 @@ def expected_rows(samples: list[Sample]) -> Counter:
 
 
 def path_of(trie: Trie, token: int) -> np.ndarray:
-    """What a token sees, itself included: the predicate of the design, literally."""
+    """The tokens visible to a token, by the predicate of types.py."""
     k = np.arange(len(trie))
     path = np.flatnonzero((k <= token) & (token < trie.end))
     assert trie.position[path].tolist() == list(range(len(path)))
@@ -200,7 +195,7 @@ def path_of(trie: Trie, token: int) -> np.ndarray:
 
 
 def rows_of(tries: list[Trie]) -> Counter:
-    """The loss rows that belong to somebody."""
+    """The loss rows of the tries, without padding rows."""
     rows = Counter()
     for trie in tries:
         loss = trie.loss
@@ -219,16 +214,18 @@ def rows_of(tries: list[Trie]) -> Counter:
     return rows
 
 
-def experts_of(tries: list[Trie]) -> dict:
-    """(group, trajectory, step, position of the target) → the experts along the path that predicts it."""
+def routing_of(tries: list[Trie]) -> dict:
+    """(group, trajectory, step, position of the target) → routing along the path that predicts it.
+
+    None without recorded routing: a trie then has no routing at all, or free tokens only.
+    """
     found = {}
     for trie in tries:
-        routing, loss = trie.routing(), trie.loss
+        routing = trie.routing()
+        loss = trie.loss
         for r in np.flatnonzero(loss.group >= 0).tolist():
             path = path_of(trie, loss.src[r])
-            who = (loss.group[r].item(), loss.trajectory[r].item(), loss.step[r].item(), len(path))
-            # A group in which nobody recorded anything may say so by None or by free tokens.
-            found[who] = (
-                None if routing is None or (routing[path] < 0).all() else routing[path].tolist()
-            )
+            step_id = (loss.group[r].item(), loss.trajectory[r].item(), loss.step[r].item())
+            recorded = routing is not None and (routing[path] >= 0).any()
+            found[(*step_id, len(path))] = routing[path].tolist() if recorded else None
     return found

@@ -1,4 +1,4 @@
-"""What the configuration says about estimators reaches the filters."""
+"""The filters use the configured advantage estimator."""
 
 import pytest
 
@@ -11,15 +11,10 @@ A, B, C = 1, 2, 3
 
 
 def equal_totals():
-    """The same reward, earned at the first step and at the second; only the first began in one state."""
-    return [
-        group_of(
-            *(
-                trajectory(([A], [B]), ([A, B, own], [B]), rewards=rewards)
-                for own, rewards in ((B, [1, 0]), (C, [0, 1]))
-            )
-        )
-    ]
+    """Equal rewards, earned at the first and at the second step. The first steps share a state."""
+    early = trajectory(([A], [B]), ([A, B, B], [B]), rewards=[1, 0])
+    late = trajectory(([A], [B]), ([A, B, C], [B]), rewards=[0, 1])
+    return [group_of(early, late)]
 
 
 @pytest.mark.parametrize("key", ["zero_variance", "dynamic_sampling"])
@@ -33,7 +28,7 @@ def equal_totals():
         (["advantage.estimator=gigpo", "advantage.gamma=0.5", "advantage.step_coef=0"], 0),
     ],
 )
-def test_a3_degenerate_is_what_the_configured_estimator_learns_nothing_from(key, settings, kept):
+def test_a3_the_configured_estimator_decides_which_groups_are_degenerate(key, settings, kept):
     left, dropped = apply(equal_totals(), load(LOCAL, [f"filters.{key}=true", *settings]))
     assert len(left) == kept and len(dropped) == 2 * (1 - kept)
 
@@ -44,6 +39,6 @@ def test_a3_supervised_training_has_no_degenerate_groups():
     assert len(left) == 1 and dropped == []
 
 
-def test_a3_without_the_filter_nothing_is_dropped():
+def test_a3_without_the_filter_no_group_is_dropped():
     left, dropped = apply(equal_totals(), load(LOCAL, []))
     assert len(left) == 1 and dropped == []

@@ -1,4 +1,7 @@
-"""X4: whatever the layout, the gradient is the same. A small transformer in float64, attention by the predicate."""
+"""X4: the gradient is the same under every pack layout.
+
+A small transformer in float64 whose attention mask is the predicate of types.py.
+"""
 
 import random
 
@@ -7,7 +10,7 @@ import pytest
 import torch
 
 from megastep.samples import lay_out, make_samples
-from megastep.samples.trie import LAYOUTS
+from megastep.samples.trie import PACK_LAYOUTS
 
 from .rollouts import group_of, random_group, trajectory
 
@@ -22,19 +25,20 @@ class Transformer(torch.nn.Module):
         def make(*shape):
             return torch.nn.Parameter(torch.randn(*shape, dtype=torch.float64) / shape[0] ** 0.5)
 
-        self.embed, self.where = make(VOCAB, HIDDEN), make(64, HIDDEN)
+        self.embed = make(VOCAB, HIDDEN)
+        self.embed_position = make(64, HIDDEN)
         self.qkv = torch.nn.ParameterList([make(HIDDEN, 3 * HIDDEN) for _ in range(LAYERS)])
         self.out = torch.nn.ParameterList([make(HIDDEN, HIDDEN) for _ in range(LAYERS)])
         self.mlp = torch.nn.ParameterList([make(HIDDEN, HIDDEN) for _ in range(LAYERS)])
 
     def forward(self, trie):
-        """Log-probabilities of the next token [T, VOCAB]."""
+        """[T, VOCAB] logprobs of the next token."""
         tokens, position, end = (
             torch.from_numpy(a.astype(np.int64)) for a in (trie.tokens, trie.position, trie.end)
         )
         index = torch.arange(len(tokens))
         visible = (index[None, :] <= index[:, None]) & (index[:, None] < end[None, :])  # [q, k]
-        x = self.embed[tokens] + self.where[position]
+        x = self.embed[tokens] + self.embed_position[position]  # [T, HIDDEN]
         for qkv, out, mlp in zip(self.qkv, self.out, self.mlp):
             q, k, v = (
                 t.unflatten(1, (HEADS, -1)).transpose(0, 1) for t in (x @ qkv).chunk(3, dim=1)
@@ -46,7 +50,7 @@ class Transformer(torch.nn.Module):
 
 
 def gradient(micro_batches):
-    """Of a clipped policy loss with the rollout's logprobs, and the number of tokens computed."""
+    """The gradient of a clipped policy loss, and the number of real tokens."""
     model = Transformer()
     for micro in (m for rank in micro_batches for m in rank):
         loss = micro.trie.loss
@@ -71,18 +75,18 @@ def random_batch(seed):
 
 
 @pytest.mark.parametrize("reduction", ["token", "step", "trajectory", "prompt"])
-def test_x1_x4_s12_s14_gradients_agree_under_every_layout_budget_and_number_of_ranks(reduction):
+def test_x1_x4_s12_s14_gradients_agree_under_every_pack_layout_budget_and_ranks(reduction):
     for seed in range(4):
         samples = make_samples(random_batch(seed), "step_returns", reduction)
-        wanted, _ = gradient(lay_out(samples, 1, 64, layout="flat")[0])
+        wanted, _ = gradient(lay_out(samples, 1, 64, pack_layout="flat")[0])
         assert wanted.abs().max() > 1e-3
-        for layout in LAYOUTS:
+        for pack_layout in PACK_LAYOUTS:
             for ranks, budget, align in ((1, 64, 1), (3, 48, 4)):
-                found, _ = gradient(lay_out(samples, ranks, budget, align, layout)[0])
+                found, _ = gradient(lay_out(samples, ranks, budget, align, pack_layout)[0])
                 assert (found - wanted).abs().max() < 1e-10
 
 
-def test_s14_fillers_change_no_gradient():
+def test_s14_padding_micro_batches_change_no_gradient():
     samples = make_samples(random_batch(1), "step_returns", "token")
     one, _ = gradient(lay_out(samples, 1, 64)[0])
     many, tokens = gradient(lay_out(samples, 16, 64)[0])
@@ -91,8 +95,9 @@ def test_s14_fillers_change_no_gradient():
 
 
 def test_x1_the_trie_computes_less_for_the_same_gradient():
-    """Thinking stripped from history: linear merging finds nothing to merge, the trie does."""
-    turns, prompt = [], [1, 2, 3, 4]
+    """Without thinking in the history, no prompt begins with the whole previous step."""
+    turns = []
+    prompt = [1, 2, 3, 4]
     for i in range(4):
         response = [5, 6, 7, 8 - i % 2]
         turns.append((prompt, response))
@@ -102,7 +107,8 @@ def test_x1_the_trie_computes_less_for_the_same_gradient():
     )
     samples = make_samples([group], "step_returns", "token")
     (flat, flat_tokens), (merge, merge_tokens), (trie, trie_tokens) = (
-        gradient(lay_out(samples, 1, 128, layout=layout)[0]) for layout in LAYOUTS
+        gradient(lay_out(samples, 1, 128, pack_layout=pack_layout)[0])
+        for pack_layout in PACK_LAYOUTS
     )
     assert flat_tokens == merge_tokens > 2 * trie_tokens
     assert (flat - trie).abs().max() < 1e-10 and (flat - merge).abs().max() < 1e-10

@@ -1,3 +1,5 @@
+"""make_samples, and the imports of the data path."""
+
 import subprocess
 import sys
 
@@ -21,7 +23,7 @@ def test_s1_s2_s3_every_step_is_a_sample_with_its_trajectorys_advantage():
     assert [s.weight for s in samples] == [0.25] * 3
 
 
-def test_the_data_path_needs_neither_torch_ray_vllm_nor_megatron():
+def test_the_data_path_imports_neither_torch_ray_vllm_nor_megatron():
     modules = ["advantage", "weights", "trie", "packing", "filters", "metrics", "store"]
     code = "import sys; " + "; ".join(f"import megastep.samples.{m}" for m in modules)
     code += "; print([m for m in ('torch', 'ray', 'vllm', 'megatron') if m in sys.modules])"

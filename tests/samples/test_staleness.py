@@ -1,4 +1,4 @@
-"""S15: the age of trained tokens, from the versions that sampled them."""
+"""S15: the staleness of trained tokens, from the weight versions that sampled them."""
 
 import numpy as np
 
@@ -26,30 +26,37 @@ def group(id: int, *versions: list) -> Group:
     return Group(id, [Trajectory(id, 0, steps)])
 
 
-def test_age_is_the_number_of_policies_since():
+def test_staleness_is_the_number_of_weight_syncs_since_sampling():
     staleness = StalenessTracker()
-    for version in (188, 190, 190, 192):  # the same weights again are no other policy
+    for version in (188, 190, 190, 192):  # a sync of the same weights does not count
         staleness.record_sync(version)
-    assert staleness.of(group(0, [(188, 2), (190, 1)], [(192, 3)])).tolist() == [2, 2, 1, 0, 0, 0]
+    assert staleness.per_token(group(0, [(188, 2), (190, 1)], [(192, 3)])).tolist() == [
+        2,
+        2,
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
-def test_an_untrained_token_has_no_age():
+def test_untrained_tokens_have_no_staleness():
     made = group(0, [(1, 3)])
     made.trajectories[0].steps[0].loss_mask[0] = False
-    assert len(StalenessTracker([1, 2]).of(made)) == 2
+    assert len(StalenessTracker([1, 2]).per_token(made)) == 2
 
 
-def test_what_is_too_old_is_refused_by_its_oldest_token():
-    old, new = group(0, [(5, 1), (7, 9)]), group(1, [(6, 4)])
-    kept, dropped = StalenessTracker([5, 6, 7]).drop_stale([old, new], limit=1)
+def test_a_group_is_dropped_for_its_stalest_token():
+    stale = group(0, [(5, 1), (7, 9)])
+    fresh = group(1, [(6, 4)])
+    kept, dropped = StalenessTracker([5, 6, 7]).drop_stale([stale, fresh], limit=1)
     assert [g.id for g in kept] == [1]
-    assert [(d.group, d.reason) for d in dropped] == [(0, "2 versions old")]
+    assert [(d.group, d.reason) for d in dropped] == [(0, "staleness 2, limit 1")]
 
 
-def test_the_distribution_is_a_metric():
-    metrics = StalenessTracker([5, 6, 7]).metrics(
-        [group(0, [(5, 1), (7, 1)]), group(1, [(7, 2)])], limit=3
-    )
+def test_metrics_report_the_distribution():
+    groups = [group(0, [(5, 1), (7, 1)]), group(1, [(7, 2)])]
+    metrics = StalenessTracker([5, 6, 7]).metrics(groups, limit=3)
     assert metrics == {
         "staleness/mean": 0.5,
         "staleness/max": 2,
@@ -58,7 +65,5 @@ def test_the_distribution_is_a_metric():
         "staleness/fraction_2": 0.25,
         "staleness/fraction_3": 0.0,
     }
-    assert (
-        all(meaning_of(name) for name in metrics)
-        and StalenessTracker([5]).metrics([], limit=0) == {}
-    )
+    assert all(meaning_of(name) for name in metrics)
+    assert StalenessTracker([5]).metrics([], limit=0) == {}

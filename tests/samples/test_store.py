@@ -1,3 +1,5 @@
+"""Rollout files: an exact round trip, and one line for a file that cannot be read."""
+
 import json
 import os
 import struct
@@ -22,7 +24,7 @@ def small(**more):
     return [
         group_of(
             trajectory(([A], [B, C]), rewards=[0.1]),
-            trajectory(([A], [C]), stop_reason="won", **more),
+            trajectory(([A], [C]), stop_reason="solved", **more),
         )
     ]
 
@@ -67,7 +69,7 @@ def test_metrics_states_and_rewards_survive(tmp_path):
     assert read(tmp_path / "f")[0].trajectories[0].reward == 0.1
 
 
-def test_nothing_is_copied_and_nothing_can_be_written_to(tmp_path):
+def test_arrays_are_read_only_views_of_the_file(tmp_path):
     write(tmp_path / "f", small())
     ids = read(tmp_path / "f")[0].trajectories[0].steps[0].prompt_ids
     assert not ids.flags.owndata and not ids.flags.writeable
@@ -80,10 +82,10 @@ def test_any_safetensors_reader_opens_it(tmp_path):
         assert file.get_tensor("response_ids").tolist() == [B, C, C]
 
 
-def test_the_recipe_of_the_docstring_writes_a_readable_file(tmp_path, monkeypatch):
+def test_the_example_of_the_docstring_writes_a_readable_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe = store.__doc__[store.__doc__.index("    import json, struct") :]
-    exec(textwrap.dedent(recipe), {})
+    example = store.__doc__[store.__doc__.index("    import json, struct") :]
+    exec(textwrap.dedent(example), {})
     (group,) = read("rollouts.safetensors")
     assert [t.reward for t in group.trajectories] == [1.0, 0.0]
     assert group.trajectories[0].steps[0].response_ids.tolist() == [8, 9]
@@ -91,56 +93,56 @@ def test_the_recipe_of_the_docstring_writes_a_readable_file(tmp_path, monkeypatc
         assert "prompt_ids" in file.keys()
 
 
-# ---------------------------------------------------------------- refusals, each one line
+# ---------------------------------------------------------------- rejected files, one line each
 
 
-def refused(path, text):
+def check_rejected(path, text):
     with pytest.raises(StoreError, match=text) as error:
         read(path)
     assert "\n" not in str(error.value) and str(path) in str(error.value)
 
 
-def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path):
+def test_a_truncated_file_is_rejected_wherever_it_ends(tmp_path):
     write(tmp_path / "whole", small())
     content = (tmp_path / "whole").read_bytes()
     header = 8 + struct.unpack("<Q", content[:8])[0]
     for size in (header, header + 3, len(content) - 1):
-        (tmp_path / "cut").write_bytes(content[:size])
-        refused(tmp_path / "cut", "truncated, ")
-    (tmp_path / "cut").write_bytes(content[: header - 2])
-    refused(tmp_path / "cut", "truncated within its header")
+        (tmp_path / "part").write_bytes(content[:size])
+        check_rejected(tmp_path / "part", "truncated, ")
+    (tmp_path / "part").write_bytes(content[: header - 2])
+    check_rejected(tmp_path / "part", "truncated within its header")
 
 
 @pytest.mark.parametrize(
     "content",
     [b"", b"hello", b"\x80\x04" + b"x" * 40, struct.pack("<Q", 4) + b"{no}", b"PK\x03\x04" * 9],
 )
-def test_a_foreign_file_is_refused(tmp_path, content):
+def test_a_file_of_another_format_is_rejected(tmp_path, content):
     (tmp_path / "f").write_bytes(content)
-    refused(tmp_path / "f", "not a rollout file")
+    check_rejected(tmp_path / "f", "not a rollout file")
 
 
-def test_another_safetensors_file_is_refused(tmp_path):
+def test_another_safetensors_file_is_rejected(tmp_path):
     from safetensors.numpy import save_file
 
     save_file({"w": np.zeros(2)}, tmp_path / "f")
-    refused(tmp_path / "f", "a safetensors file but not a rollout file")
+    check_rejected(tmp_path / "f", "a safetensors file but not a rollout file")
 
 
-def test_a_newer_file_is_refused(tmp_path, monkeypatch):
+def test_a_newer_version_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "VERSION", 3)
     write(tmp_path / "f", small())
     monkeypatch.undo()
-    refused(tmp_path / "f", "version 3 of the format, this megastep reads up to 2")
+    check_rejected(tmp_path / "f", "version 3 of the format, this megastep reads up to 2")
 
 
-def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    refused(tmp_path / "none", "cannot be read")
-    refused(tmp_path, "cannot be read")
+def test_a_missing_file_and_a_folder_are_rejected(tmp_path):
+    check_rejected(tmp_path / "none", "cannot be read")
+    check_rejected(tmp_path, "cannot be read")
 
 
 def edited(path, **columns):
-    """Rewrite an entry of the header, same length of file."""
+    """Replace fields of some entries of the header."""
     content = path.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + length])
@@ -150,25 +152,25 @@ def edited(path, **columns):
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
 
 
-def test_columns_that_do_not_fit_together_are_refused(tmp_path):
+def test_columns_that_do_not_fit_together_are_rejected(tmp_path):
     write(tmp_path / "f", small())
     edited(tmp_path / "f", loss_mask={"shape": [99]})
-    refused(tmp_path / "f", "damaged")
+    check_rejected(tmp_path / "f", "damaged")
     write(tmp_path / "f", small())
     edited(tmp_path / "f", prompt_ids={"dtype": "PICKLE"})
-    refused(tmp_path / "f", "damaged")
+    check_rejected(tmp_path / "f", "damaged")
 
 
-def test_s16_what_is_read_is_validated(tmp_path, monkeypatch):
+def test_s16_read_validates_the_rollouts(tmp_path, monkeypatch):
     batch = small()
     batch[0].trajectories[1].steps[0].last = False
     monkeypatch.setattr(store, "validate", lambda groups: None)
     write(tmp_path / "f", batch)
     monkeypatch.undo()
-    refused(tmp_path / "f", "group 0, trajectory 1: steps marked last")
+    check_rejected(tmp_path / "f", "group 0, trajectory 1: steps marked last")
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_previous_file_and_leaves_no_other(tmp_path, monkeypatch):
     write(tmp_path / "f", small())
     before = (tmp_path / "f").read_bytes()
     monkeypatch.setattr(
@@ -180,7 +182,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["f"]
 
 
-def test_metrics_that_json_does_not_know_are_named(tmp_path):
+def test_metrics_that_json_cannot_represent_are_reported(tmp_path):
     with pytest.raises(
         StoreError, match="group 0, trajectory 1: env_metrics must hold JSON values"
     ):
@@ -188,7 +190,7 @@ def test_metrics_that_json_does_not_know_are_named(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_without_routing_changes_nothing_else():
+def test_without_routing_removes_only_the_routing():
     step = replace(
         group_of(trajectory(([1, 2], [3, 4]))).trajectories[0].steps[0],
         routing=np.zeros((3, 2, 2), np.uint8),

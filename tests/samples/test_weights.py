@@ -1,10 +1,12 @@
+"""Token weights against their formulas."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastep.samples import lay_out, make_samples
-from megastep.samples.trie import LAYOUTS
+from megastep.samples.trie import PACK_LAYOUTS
 from megastep.samples.weights import UNITS, token_weights
 
 from .rollouts import group_of, groups, trajectory
@@ -13,7 +15,7 @@ A, B, C = 1, 2, 3
 
 
 def batch():
-    """Trained tokens per step: prompt 0: [2, 1], [3]; prompt 1: [1, 0]; an all-masked and an empty response."""
+    """Trained tokens per step: [2, 1], [3, 0] in prompt 0 and [1, 0], [0] in prompt 1."""
     return [
         group_of(
             trajectory(([A], [B, B]), ([A, B, C], [B])),
@@ -45,23 +47,26 @@ def test_s13_weights_against_their_formulas(reduction, wanted):
 
 @settings(max_examples=80, deadline=None)
 @given(
-    groups(routing=("none",)), st.sampled_from(UNITS), st.sampled_from(LAYOUTS), st.integers(1, 4)
+    groups(routing=("none",)),
+    st.sampled_from(UNITS),
+    st.sampled_from(PACK_LAYOUTS),
+    st.integers(1, 4),
 )
-def test_s14_x4_weights_of_a_mini_batch_add_up_to_one_under_every_layout(
-    made, reduction, layout, ranks
+def test_s14_x4_weights_of_a_mini_batch_sum_to_one_under_every_pack_layout(
+    made, reduction, pack_layout, ranks
 ):
     samples = make_samples(made, "step_returns", reduction)
-    ranked, report = lay_out(samples, ranks, 128, 4, layout)
+    ranked, report = lay_out(samples, ranks, 128, 4, pack_layout)
     total = sum(m.trie.loss.weight.astype(np.float64).sum() for rank in ranked for m in rank)
     assert total == pytest.approx(1 if report.sequences_before else 0, abs=1e-6)
 
 
-def test_nothing_trained_weighs_nothing():
+def test_batches_without_trained_tokens_have_weight_zero():
     assert token_weights([group_of(trajectory(([A], [B], [False])))], "step")[0][0].tolist() == [0]
     assert token_weights([], "prompt") == []
 
 
-def test_unknown_units_are_refused():
+def test_unknown_reductions_are_rejected():
     with pytest.raises(
         ValueError, match="loss.reduction = batch: must be one of token, step, trajectory, prompt"
     ):
