@@ -277,17 +277,6 @@ def test_c8_folders(tmp_path):
 # ---------------------------------------------------------------- transformers and tokenizers
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported():
-    """Imports take seconds, which must not count for the time limit of a command."""
-    import ray  # noqa: F401
-    from transformers import AutoConfig, AutoTokenizer  # noqa: F401
-
-    import megastep.plan.suggest  # noqa: F401
-    import megastep.trainer.collect  # noqa: F401
-    import megastep.trainer.loop  # noqa: F401
-
-
 @pytest.fixture
 def copy(tmp_path) -> Path:
     return Path(shutil.copytree(CHASE, tmp_path / "model"))
