@@ -369,7 +369,7 @@ def _plan(args: argparse.Namespace) -> int:
     gpu_gib = H100_GIB if args.gpu_gib is None else args.gpu_gib
     plan = make_plan(config, gpu_gib, args.trajectory_tokens)
     print(text(plan))
-    if not plan.troubles():
+    if not plan.problems():
         return 0
     if not args.suggest:
         print("--suggest looks for the nearest config that fits")

@@ -1,4 +1,4 @@
-"""What test ranks run. Each function builds its policy under the layout it is given."""
+"""Functions that test ranks run. Each builds its policy under a parallel layout."""
 
 import errno
 import hashlib
@@ -22,7 +22,7 @@ from megastep.policy.worker import PolicyWorker
 from megastep.samples import lay_out
 from megastep.samples.packing import join
 from megastep.trainer.learner import Learner
-from megastep.types import Sample
+from megastep.types import FinishReason, Sample
 from megastep.weights.hf_files import HFReader
 from tests import ranks
 from tests.models import some_tokens
@@ -31,7 +31,7 @@ from tests.samples.rollouts import step
 
 
 def make_config(folder, layout: dict, settings: dict) -> Config:
-    """`settings`: values of the config by their dotted keys."""
+    """`settings`: config values by dotted key."""
     config = Config()
     config.model.path = str(folder)
     config.policy.parallel = ParallelConfig(**layout)
@@ -45,16 +45,16 @@ def make_config(folder, layout: dict, settings: dict) -> Config:
     return config
 
 
-def make_worker(folder, layout: dict, settings: dict = {}) -> PolicyWorker:
-    """Supervised training, unless the settings say otherwise."""
+def make_worker(folder, layout: dict, settings: dict | None = None) -> PolicyWorker:
+    """Supervised training by default."""
     defaults = {"loss.type": "nll", "optimizer.lr": 1e-3, "routing_replay.enabled": False}
-    config = make_config(folder, layout, {**defaults, **settings})
+    config = make_config(folder, layout, {**defaults, **(settings or {})})
     parallel.start(config.policy.parallel, *ranks.current)
     return PolicyWorker(config)
 
 
 def next_token_batches(worker: PolicyWorker):
-    """This rank's micro-batches of some_tokens: each token but the first is trained, all with the same weight."""
+    """This rank's micro-batches of some_tokens; all but the first tokens train, weighed equally."""
     tokens = some_tokens().numpy().astype(np.int32)
     weight = 1 / tokens[:, 1:].size
     samples = [
@@ -79,8 +79,8 @@ def next_token_step(worker: PolicyWorker) -> dict[str, float]:
 
 
 def logprobs_and_round_trip(folder, layout: dict):
-    """{(sequence, target position): (logprob, entropy)} of this rank's sequences (last stage only), and whether the
-    export is bit-exact."""
+    """{(sequence, target position): (logprob, entropy)} of this rank's sequences, on the last
+    stage; and on rank 0 whether the export is bit-exact."""
     worker = make_worker(folder, layout)
     batches = next_token_batches(worker)
     found = {}
@@ -92,12 +92,12 @@ def logprobs_and_round_trip(folder, layout: dict):
             if g >= 0:
                 found[g, int(batch.trie.position[src]) + 1] = values
     place = parallel.place()
-    original, exported = (HFReader(folder), {}) if place.rank == 0 else (None, None)
-    for name, tensor in worker.hf_tensors():
-        exported[name] = torch.equal(tensor, original(name))
-    if place.rank == 0:
-        exported = set(exported) == set(original.file_of) and all(exported.values())
-    return found, exported
+    if place.rank > 0:
+        assert not list(worker.hf_tensors())
+        return found, None
+    original = HFReader(folder)
+    exported = {name: torch.equal(tensor, original(name)) for name, tensor in worker.hf_tensors()}
+    return found, set(exported) == set(original.file_of) and all(exported.values())
 
 
 def take_steps(folder, layout: dict, steps: int, precision: str = "fp32") -> list[dict]:
@@ -105,24 +105,20 @@ def take_steps(folder, layout: dict, steps: int, precision: str = "fp32") -> lis
     return [next_token_step(worker) for _ in range(steps)]
 
 
-def steps_with_rests(folder, layout: dict, steps: int) -> tuple[list[dict], int]:
-    """The same, the policy resting between them; and the bytes of gradients that a rest leaves."""
+def take_steps_with_offload(folder, layout: dict, steps: int) -> tuple[list[dict], int]:
+    """take_steps, with the policy offloaded between steps; and gradient bytes while offloaded."""
     worker = make_worker(folder, layout)
     metrics = []
     for _ in range(steps):
         metrics.append(next_token_step(worker))
         worker.offload()
-        left = sum(
-            p.main_grad.untyped_storage().nbytes()
-            for chunk in worker.chunks
-            for p in chunk.parameters()
-        )
+        gradient_bytes = sum(p.main_grad.untyped_storage().nbytes() for p in worker._parameters())
         worker.onload()
-    return metrics, left
+    return metrics, gradient_bytes
 
 
 def tied_copies(folder, layout: dict, steps: int):
-    """The two ends of a tied embedding after some steps: what the first and the last stage hold."""
+    """This stage's copy of a tied embedding after some steps."""
     worker = make_worker(folder, layout)
     for _ in range(steps):
         next_token_step(worker)
@@ -137,15 +133,15 @@ def export(folder, layout: dict, destination, precision: str = "fp32") -> None:
 
 
 def fresh_tensors(folder, layout: dict, seed: int) -> dict[str, np.ndarray]:
-    """What a policy without weights in files begins with, under HF names; on rank 0."""
+    """Initial weights with model.init = random, by HF name; on rank 0."""
     worker = make_worker(folder, layout, {"model.init": "random", "train.seed": seed})
     return {name: tensor.numpy().copy() for name, tensor in worker.hf_tensors()}
 
 
-def save_then_go_on(
+def save_then_continue(
     folder, layout: dict, root, before: int, after: int, precision: str = "fp32", asynchronous=False
 ):
-    """Steps, a checkpoint, more steps; the metrics of the steps after the checkpoint."""
+    """Steps, a checkpoint, more steps: the metrics of the latter."""
     worker = make_worker(
         folder, layout, {"policy.precision": precision, "checkpoint.asynchronous": asynchronous}
     )
@@ -155,7 +151,7 @@ def save_then_go_on(
     metrics = [next_token_step(worker) for _ in range(after)]
     deadline = time.monotonic() + 60
     while not (Path(root) / f"step_{before}").exists() and time.monotonic() < deadline:
-        worker.seal_written()  # as the loop does: no other save, nor the end of the run, is needed
+        worker.seal_written()  # as the loop does
         time.sleep(0.05)
     return metrics
 
@@ -168,7 +164,7 @@ def saves(folder, root, settings: dict, count: int) -> None:
     worker.finish_saving()
 
 
-def load_and_go_on(
+def load_and_continue(
     folder, layout: dict, checkpoint, steps: int, precision: str = "fp32"
 ) -> list[dict]:
     worker = make_worker(folder, layout, {"policy.precision": precision})
@@ -177,7 +173,7 @@ def load_and_go_on(
 
 
 def random_numbers_after_load(folder, layout: dict, root) -> tuple:
-    """The next random numbers with and without a save and load between."""
+    """The next random numbers, without and with a save and load before them."""
     worker = make_worker(folder, layout)
     next_token_step(worker)
     worker.save(root, LoopState(worker.step))
@@ -196,23 +192,23 @@ def loading_error(folder, layout: dict, checkpoint) -> str:
 
 
 def who_hashes(folder, layout: dict, root) -> tuple[int, list[int]]:
-    """Of a save in the background: this rank, and the processes that hashed its files."""
+    """Process ids of a background save: this rank's, and those that hashed its files."""
     worker = make_worker(folder, layout, {"checkpoint.asynchronous": True})
-    notes = Path(root) / f"hashed_by_{dist.get_rank()}"
+    pids = Path(root) / f"hashed_by_{dist.get_rank()}"
 
-    def noted(*arguments):
-        with notes.open("a") as file:
+    def recording_hash_files(*arguments):
+        with pids.open("a") as file:
             file.write(f"{os.getpid()}\n")
         return hash_files(*arguments)
 
-    with mock.patch.object(saver, "hash_files", noted):
+    with mock.patch.object(saver, "hash_files", recording_hash_files):
         worker.save(Path(root) / "checkpoints", LoopState(1))
         worker.finish_saving()
-    return os.getpid(), [int(line) for line in notes.read_text().split()]
+    return os.getpid(), [int(line) for line in pids.read_text().split()]
 
 
-def errors_where_one_cannot_read(folder, layout: dict, root, asynchronous: bool) -> tuple[str, str]:
-    """What saving and loading end with where the disk of rank 1 fails while files are read."""
+def read_errors(folder, layout: dict, root, asynchronous: bool) -> tuple[str, str]:
+    """The errors of a save and a load while rank 1 cannot read files."""
     worker = make_worker(folder, layout, {"checkpoint.asynchronous": asynchronous})
     worker.save(root, LoopState(1))
     worker.finish_saving()
@@ -228,8 +224,8 @@ def errors_where_one_cannot_read(folder, layout: dict, root, asynchronous: bool)
         return _file_error_of(save), _file_error_of(lambda: worker.load(Path(root) / "step_1"))
 
 
-def error_where_the_first_cannot_write(folder, layout: dict, root) -> str:
-    """What saving ends with where `root` is a file, which rank 0 alone looks at."""
+def write_error_of_rank_0(folder, layout: dict, root) -> str:
+    """The error of a save where `root` is a file; only rank 0 accesses it."""
     worker = make_worker(folder, layout)
     return _file_error_of(lambda: worker.save(root, LoopState(1)))
 
@@ -261,28 +257,31 @@ UPDATE = {
 
 
 def updates(folder, layout: dict, combinations: list[dict], recompute: list[str]) -> list[dict]:
-    """One update from the initial weights for each combination of layout, budget and replay; see tests/policy/updates.
+    """One update from the initial weights per combination of pack layout, budget and replay.
 
-    Every rank returns the metrics, rank 0 also the parameters after the update, under their HF names.
+    Every rank returns the metrics, rank 0 also the parameters after the update, by HF name.
     """
     worker = make_worker(folder, layout, {**UPDATE, "policy.recompute": recompute})
     initial = [p.detach().clone() for p in worker._parameters()]
     return [_update_from(worker, initial, **combination) for combination in combinations]
 
 
-def _update_from(worker, initial, samples_layout: str, budget: int | None, replay: bool) -> dict:
-    _start_over(worker, initial)
+def _update_from(
+    worker, initial, pack_layout: str, budget_tokens: int | None, replay: bool
+) -> dict:
+    _reset(worker, initial)
     groups = update_rollouts.make_groups(replay)
-    p, place = worker.config.policy.parallel, parallel.place()
+    p = worker.config.policy.parallel
+    place = parallel.place()
     worker.config.routing_replay.enabled = replay
-    if budget is None:  # the least that holds the longest path
+    if budget_tokens is None:  # the smallest that holds the longest path
         longest = update_rollouts.longest_path(groups)
-        budget = -(-longest // p.tensor) * p.tensor
+        budget_tokens = -(-longest // p.tensor) * p.tensor
     batches = update_rollouts.micro_batches(
         groups,
         place.data_size,
-        budget,
-        samples_layout,
+        budget_tokens,
+        pack_layout,
         p.tensor,
         p.pipeline if p.virtual > 1 else 1,
     )
@@ -295,8 +294,8 @@ def _update_from(worker, initial, samples_layout: str, budget: int | None, repla
     return {**result, "micro_batches": len(batches[0]), "parameters": tensors}
 
 
-def _start_over(worker, initial) -> None:
-    """The initial weights, and an optimizer that has seen nothing."""
+def _reset(worker, initial) -> None:
+    """Restore the initial weights and clear the optimizer's state."""
     with torch.no_grad():
         for p, start in zip(worker._parameters(), initial):
             p.copy_(start)
@@ -310,7 +309,7 @@ def _start_over(worker, initial) -> None:
 
 
 class LocalPolicy:
-    """What a Learner asks of a cluster's policy, answered by this rank's worker."""
+    """The policy of a cluster as a Learner uses it, with this rank's worker only."""
 
     def __init__(self, worker: PolicyWorker):
         self.worker = worker
@@ -334,11 +333,12 @@ class RecordingWorker(PolicyWorker):
 
 
 def learn(folder, settings: dict, batches: list) -> list[tuple[dict, list[dict]]]:
-    """Of each batch of groups: what the learner says, and metrics and parameters after each optimizer step."""
+    """Per batch of groups: the learner's metrics, and metrics and parameters of each update."""
     config = make_config(folder, {}, settings)
     parallel.start(config.policy.parallel, *ranks.current)
     worker = RecordingWorker(config)
-    learner, found = Learner(config, LocalPolicy(worker)), []
+    learner = Learner(config, LocalPolicy(worker))
+    found = []
     for groups in batches:
         worker.updates = []
         found.append((learner.learn(groups), worker.updates))
@@ -346,29 +346,27 @@ def learn(folder, settings: dict, batches: list) -> list[tuple[dict, list[dict]]
 
 
 def warm_start(folder, settings: dict, groups: list) -> dict[str, list]:
-    """Losses of a warm start on these demonstrations; temperature and loss at each of its steps and at its end."""
+    """Losses of a warm start on demonstrations; temperature and loss type per step and after."""
     config = make_config(folder, {}, settings)
     parallel.start(config.policy.parallel, *ranks.current)
     worker = PolicyWorker(config)
-    found = {"losses": [], "temperatures": [], "kinds": []}
+    found: dict[str, list] = {"losses": [], "temperatures": [], "kinds": []}
 
-    def look() -> None:
+    def record() -> None:
         found["temperatures"].append(worker.temperature)
         found["kinds"].append(worker.loss.type)
 
     def on_step(loss: float) -> None:
         found["losses"].append(loss)
-        look()
+        record()
 
     Learner(config, LocalPolicy(worker)).warm_start(groups, on_step)
-    look()
+    record()
     return found
 
 
 def rows_kept(folder, settings: dict) -> set[int]:
-    """What `prepare` is given as the rows whose softmax is kept."""
-    from unittest import mock
-
+    """The `kept_rows` arguments of `prepare`."""
     from megastep.policy import worker as module
 
     worker = make_worker(folder, {}, settings)
@@ -378,31 +376,33 @@ def rows_kept(folder, settings: dict) -> set[int]:
 
 
 def bucket_sizes(folder, settings: dict) -> list[int]:
-    """Bytes of the buckets in which weights would go through shared memory."""
+    """Bytes of the shared-memory buckets of a weight sync."""
     from types import SimpleNamespace
 
-    from megastep.sync.sender import Sender, ShmRoute
+    from megastep.sync.sender import Sender, ShmTransport
 
     worker = make_worker(folder, {}, settings)
     sender = Sender(worker.chunks, worker.arch, worker.config, "shm")
-    nobody = SimpleNamespace(init_weight_transfer_engine=lambda info: None)
-    return [bucket.nbytes for bucket in ShmRoute(sender, nobody).buckets]
+    engines = SimpleNamespace(init_weight_transfer_engine=lambda info: None)
+    return [bucket.nbytes for bucket in ShmTransport(sender, engines).buckets]
 
 
-# ---------------------------------------------------------------- logprobs, replay, trouble
+# ---------------------------------------------------------------- logprobs, routing, failures
 
 
-def batches_of(worker, groups, budget: int = 4096):
-    place, p = parallel.place(), worker.config.policy.parallel
+def batches_of(worker, groups, budget_tokens: int = 4096):
+    place = parallel.place()
+    p = worker.config.policy.parallel
     rounds_of = p.pipeline if p.virtual > 1 else 1
-    return update_rollouts.micro_batches(
-        groups, place.data_size, budget, "trie", p.tensor, rounds_of
-    )[place.data]
+    by_rank = update_rollouts.micro_batches(
+        groups, place.data_size, budget_tokens, "trie", p.tensor, rounds_of
+    )
+    return by_rank[place.data]
 
 
 def by_step(batches, values) -> dict:
-    """{(group, trajectory, step): values of its rows}; nothing on ranks without the head."""
-    found = {}
+    """{(group, trajectory, step): values of its rows}; empty on ranks without the output layer."""
+    found: dict[tuple, list] = {}
     for batch, column in zip(batches, values):
         loss = batch.trie.loss
         keys = list(zip(loss.group.tolist(), loss.trajectory.tolist(), loss.step.tolist()))
@@ -425,10 +425,10 @@ def logprobs_of(
     return by_step(batches, worker.logprobs(batches))
 
 
-def old_logprobs(folder, layout: dict, groups, budget: int) -> dict:
+def old_logprobs(folder, layout: dict, groups, budget_tokens: int) -> dict:
     worker = make_worker(folder, layout)
-    batches = batches_of(worker, groups, budget)
-    worker.remember_old(batches)
+    batches = batches_of(worker, groups, budget_tokens)
+    worker.compute_old_logprobs(batches)
     with_head = [b for b in batches if b.trie.loss.old_logprob is not None]
     return by_step(with_head, [b.trie.loss.old_logprob for b in with_head])
 
@@ -439,11 +439,11 @@ def reference_after_updates(folder, layout: dict, groups) -> list[dict]:
     )
     batches = batches_of(worker, groups)
     before = by_step(batches, worker.logprobs(batches))
-    worker.remember_reference(batches)
+    worker.compute_reference_logprobs(batches)
     for _ in range(2):
         worker.update(batches)
     after = by_step(batches, worker.logprobs(batches))
-    worker.remember_reference(batches)
+    worker.compute_reference_logprobs(batches)
     reference = by_step(batches, [b.trie.loss.ref_logprob for b in batches])
     return [before, after, reference, by_step(batches, worker.logprobs(batches))]
 
@@ -459,20 +459,17 @@ def shifted_then_right(folder, layout: dict, shifted, groups) -> tuple:
     unchanged = all(torch.equal(p, b) for p, b in zip(worker._parameters(), before))
     if any(step.routing is None for step in update_rollouts.steps_of(groups)):
         return error, unchanged, None
-    return (
-        error,
-        unchanged,
-        worker.update(batches_of(worker, groups)).metrics["routing_replay/agreement"],
-    )
+    metrics = worker.update(batches_of(worker, groups)).metrics
+    return error, unchanged, metrics["routing_replay/agreement"]
 
 
-def bad_then_good_update(folder, layout: dict, trouble: str) -> tuple:
+def nonfinite_then_finite_update(folder, layout: dict, nonfinite: str) -> tuple:
     worker = make_worker(
         folder, layout, {"loss.type": "reinforce", "routing_replay.enabled": False}
     )
     batches = batches_of(worker, update_rollouts.make_groups(replay=False))
     hook = None
-    if trouble == "advantage":
+    if nonfinite == "advantage":
         for batch in batches:
             loss = batch.trie.loss
             loss.advantage[(loss.group == 1) & (loss.trajectory == 2) & (loss.step == 0)] = np.nan
@@ -490,13 +487,16 @@ def bad_then_good_update(folder, layout: dict, trouble: str) -> tuple:
 
 
 def router_loss_gradients(
-    folder, layout: dict, align: int, paddings: int, settings: dict = {}
+    folder, layout: dict, align: int, paddings: int, settings: dict | None = None
 ) -> dict[str, np.ndarray]:
-    """Of router losses alone, by HF name: from some_tokens in one micro-batch, which is the first data rank's, and
-    paddings. Adam with such an eps subtracts the gradient as it is."""
+    """Gradients of the router losses only, by HF name.
+
+    The first data rank has a micro-batch of some_tokens; all others are padding. With this eps Adam
+    subtracts the gradient unchanged.
+    """
     of_routers = {"policy.moe_aux_loss_coef": 0.3, "policy.moe_z_loss_coef": 0.02}
     adam = {"optimizer.lr": 1e5, "optimizer.eps": 1e5, "optimizer.clip_grad": 0.0}
-    worker = make_worker(folder, layout, {**of_routers, **adam, **settings})
+    worker = make_worker(folder, layout, {**of_routers, **adam, **(settings or {})})
     tokens = some_tokens().numpy().astype(np.int32)
     samples = [
         Sample(step(0, t[:1], t[1:]), i, 0, advantage=1.0, weight=0.0) for i, t in enumerate(tokens)
@@ -513,7 +513,7 @@ def router_loss_gradients(
 
 
 def empty_update(folder, layout: dict) -> dict:
-    """A mini-batch that trains, one without a trained token, and one of which the first data rank has all."""
+    """Three mini-batches: the second is padding, the others are all on the first data rank."""
     worker = make_worker(
         folder,
         layout,
@@ -546,9 +546,11 @@ def empty_update(folder, layout: dict) -> dict:
 
 
 def learn_with_masked(folder, masked: list[list[int]]) -> list[tuple[dict, bool]]:
-    """Batches of two prompts, each a mini-batch; `masked` ones were cut off: metrics, and whether weights moved."""
+    """Per batch of two prompts, each a mini-batch: metrics, and whether the weights changed.
+
+    `masked`: the ids of truncated prompts, per batch.
+    """
     from megastep.samples import filters
-    from megastep.trainer.learner import Learner
 
     worker = make_worker(
         folder,
@@ -565,7 +567,7 @@ def learn_with_masked(folder, masked: list[list[int]]) -> list[tuple[dict, bool]
     for ids in masked:
         groups = update_rollouts.make_groups(replay=False)
         for trajectory in [t for group in groups for t in group.trajectories if group.id in ids]:
-            trajectory.steps[-1].finish = "length"
+            trajectory.steps[-1].finish = FinishReason.LENGTH
         before, _ = _weights_and_adam(worker)
         metrics = learner.learn(filters.apply(groups, worker.config)[0])
         found.append((metrics, not all(map(torch.equal, before, worker._parameters()))))
@@ -573,7 +575,7 @@ def learn_with_masked(folder, masked: list[list[int]]) -> list[tuple[dict, bool]
 
 
 def fresh_then_trained(folder, layout: dict, root, groups) -> tuple[dict, dict]:
-    """Logprobs of fresh weights, and after the updates that are behind a checkpoint."""
+    """Logprobs of fresh weights, and of the checkpoint after two updates."""
     worker = make_worker(folder, layout, FRESH_WITH_REFERENCE)
     batches = batches_of(worker, groups)
     fresh = by_step(batches, worker.logprobs(batches))
@@ -584,19 +586,18 @@ def fresh_then_trained(folder, layout: dict, root, groups) -> tuple[dict, dict]:
 
 
 def resumed_reference(folder, layout: dict, root, groups) -> tuple[dict, dict]:
-    """Logprobs of the reference and of the policy, in a run that goes on from that checkpoint."""
-    from megastep.trainer.learner import Learner, load_policy
+    """Logprobs of the reference and of the policy in a run resumed from that checkpoint."""
+    from megastep.trainer.learner import load_policy
     from megastep.trainer.rundir import Run
 
     worker = make_worker(folder, layout, FRESH_WITH_REFERENCE)
     run = Run(root, root / "checkpoints" / "step_2", LoopState(2))
     load_policy(run, Learner(worker.config, LocalPolicy(worker)))
     batches = batches_of(worker, groups)
-    worker.remember_reference(batches)
+    worker.compute_reference_logprobs(batches)
     with_head = [b for b in batches if b.trie.loss.ref_logprob is not None]
-    return by_step(with_head, [b.trie.loss.ref_logprob for b in with_head]), by_step(
-        batches, worker.logprobs(batches)
-    )
+    reference = by_step(with_head, [b.trie.loss.ref_logprob for b in with_head])
+    return reference, by_step(batches, worker.logprobs(batches))
 
 
 FRESH_WITH_REFERENCE = {
@@ -616,8 +617,8 @@ def _weights_and_adam(worker) -> tuple[list, list]:
 
 
 def learning_rates(folder, root, schedules: list[tuple[dict, int, int]]) -> list[tuple[list, list]]:
-    """For each schedule: what the updates say their learning rate is, and how far the weights moved, which is just
-    that without momentum. After `resume` updates, unless that is 0, an optimizer anew and a checkpoint."""
+    """Per schedule: the learning rate that each update reports, and the largest change of a weight,
+    which equals it without momentum. `resume` > 0: save and load after so many updates."""
     results = []
     worker = make_worker(folder, {}, {"optimizer.betas": [0.0, 0.0], "optimizer.eps": 1e-12})
     for number, (settings, steps, resume) in enumerate(schedules):
@@ -638,19 +639,19 @@ def learning_rates(folder, root, schedules: list[tuple[dict, int, int]]) -> list
     return results
 
 
-def weights_that_overflow(folder, layout: dict, settings: dict) -> str:
-    """An update by more than a weight can hold."""
+def error_of_overflowing_update(folder, layout: dict, settings: dict) -> str:
     worker = make_worker(folder, layout, settings)
     return _error_of(lambda: next_token_step(worker))
 
 
-def saved_with_a_bad_weight(folder, layout: dict, root, bad_rank: int, value: float) -> list[str]:
-    """One element of one rank is not finite: what a checkpoint and an export say."""
+def errors_with_nonfinite_weight(
+    folder, layout: dict, root, bad_rank: int, value: float
+) -> list[str]:
+    """The errors of a save and an export where one element on one rank is not finite."""
     worker = make_worker(folder, layout)
     if parallel.place().rank == bad_rank:
-        name, weight = [
-            (n, p) for n, p in worker.chunks[-1].named_parameters() if "linear_proj.weight" in n
-        ][-1]
+        named = worker.chunks[-1].named_parameters()
+        weight = [p for n, p in named if "linear_proj.weight" in n][-1]
         weight.detach().view(-1)[5] = value
     return [
         _error_of(lambda: worker.save(root / "checkpoints", LoopState(3))),
@@ -685,18 +686,19 @@ def attach_to_fused_router(folder) -> str:
 def memory_of_update(
     folder, layout: dict, settings: dict, tokens: int, micro_batches: int
 ) -> dict[str, int]:
-    """Bytes that this rank holds all the time, and the most that one pass over the micro-batches adds."""
+    """Resident bytes of this rank, and the peak that one pass over the micro-batches adds."""
     worker, batches = worker_and_batches(folder, layout, settings, tokens, micro_batches)
-    worker.update(batches)  # whatever is made once is there
-    # The lowest of three: on a busy machine gloo's threads let go of what they sent late, by as much as a third.
-    passes = [_most_allocated(lambda: worker._run(batches, worker._loss)) for _ in range(3)]
+    worker.update(batches)  # allocates the resident tensors
+    # The lowest of three: on a busy machine gloo's threads free their buffers late, which adds up
+    # to a third.
+    passes = [_peak_allocated(lambda: worker._run(batches, worker._loss)) for _ in range(3)]
     return resident(worker) | {"activations": min(passes)}
 
 
 def worker_and_batches(
     folder, layout: dict, settings: dict, tokens: int, micro_batches: int
 ) -> tuple:
-    """A worker, and micro-batches of so many tokens, all of which are trained."""
+    """A worker, and micro-batches of `tokens` tokens, all of them trained."""
     worker = make_worker(folder, layout, settings)
     vocab = worker.arch.vocab
     ids = np.random.default_rng(0).integers(
@@ -725,11 +727,10 @@ def resident(worker: PolicyWorker) -> dict[str, int]:
         for group in part.optimizer.param_groups:
             for param in group["params"]:
                 state = [v for k, v in part.optimizer.state[param].items() if k != "step"]
-                # A master copy is one if it is not the weight itself.
-                own = param.dtype != worker._megatron.params_dtype
-                optimizer += sum(
-                    t.nbytes for t in state + [param] * own if t.device == param.device
-                )
+                # In fp32 the optimizer updates the weight itself: there is no master copy.
+                if param.dtype != worker._megatron.params_dtype:
+                    state.append(param)
+                optimizer += sum(t.nbytes for t in state if t.device == param.device)
     return {
         "weights": sum(b.param_data.nbytes for b in buffers),
         "optimizer": optimizer,
@@ -737,8 +738,8 @@ def resident(worker: PolicyWorker) -> dict[str, int]:
     }
 
 
-def _most_allocated(run) -> int:
-    """By torch's profiler: the highest sum of all allocations and releases."""
+def _peak_allocated(run) -> int:
+    """By torch's profiler: the peak of the sum of all allocations and releases."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:

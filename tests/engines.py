@@ -1,4 +1,5 @@
-"""Real engines for tests: one cluster per session, two policy ranks whose layout a test chooses, two engines."""
+"""A cluster for tests, one per session: two engines, two policy ranks with a parallel layout per
+test."""
 
 import asyncio
 
@@ -14,7 +15,7 @@ GREEDY = Sampling(max_tokens=12, temperature=0.0)
 
 
 class Rollouts:
-    """The cluster, and what tests ask of it."""
+    """The cluster and calls of its engines and ranks."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
@@ -37,7 +38,7 @@ class Rollouts:
         return asyncio.run(all_of_them())
 
     def lay(self, folder, layout: dict) -> None:
-        """The policy anew, with the weights of `folder`, under this layout."""
+        """Rebuild the policy with the weights of `folder` under this parallel layout."""
         config = small_cluster(folder)
         config.policy.parallel = ParallelConfig(**layout)
         address = f"127.0.0.1:{free_port()}"
@@ -65,7 +66,7 @@ def small_cluster(folder) -> Config:
     config.engine.max_sequences = 32
     config.engine.health_every_s = 1.0
     config.sync.verify = True
-    config.sync.bucket_mb = 1  # several buckets, and layers cut by their borders
+    config.sync.bucket_mb = 1  # several buckets, with borders inside layers
     return config
 
 
@@ -84,14 +85,14 @@ def build(rank, config: Config, index: int, address: str) -> None:
 
 
 def shake(rank, seed: int) -> None:
-    """Other weights: every parameter times a random factor near 1, the same on ranks that hold the same."""
+    """Multiply every parameter by a random factor near 1, equal on ranks that share it."""
     import torch
 
-    from megastep.weights.megatron import named_rows
+    from megastep.weights.megatron import mapped_params
 
     with torch.no_grad():
-        for row, param in named_rows(rank.worker.chunks, rank.worker.arch):
-            generator = torch.Generator().manual_seed(seed + sum(map(ord, row.megatron)))
+        for mapping, param in mapped_params(rank.worker.chunks, rank.worker.arch):
+            generator = torch.Generator().manual_seed(seed + sum(map(ord, mapping.megatron)))
             param.mul_(1 + 0.5 * torch.rand((), generator=generator))
     rank.worker.step += 1
 
@@ -100,16 +101,17 @@ def export(rank, folder) -> None:
     rank.worker.export(folder)
 
 
-def corrupt_next_push(rank) -> None:
+def corrupt_next_sync(rank) -> None:
     """Rank 0 writes one wrong number, after it has taken the checksum."""
     from megastep.distributed import parallel
 
-    route, fill = rank.sender._route, rank.sender._route._fill
+    transport = rank.sender._transport
+    fill = transport._fill
 
     def fill_badly(bucket, start, sums):
         fill(bucket, start, sums)
         if parallel.place().rank == 0:
-            route.memory[start + 1000] += 1
+            transport.memory[start + 1000] += 1
 
-    route._fill = fill_badly
-    rank.restore = lambda: setattr(route, "_fill", fill)
+    transport._fill = fill_badly
+    rank.restore = lambda: setattr(transport, "_fill", fill)

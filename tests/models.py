@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-# Head sizes of 32 and more: vLLM's CPU attention has no smaller ones.
 VOCAB = 203  # no tensor-parallel size divides it
+# Heads of at least 32: vLLM's CPU attention does not support smaller ones.
 SHAPE = dict(
     hidden_size=128,
     num_hidden_layers=4,
@@ -32,7 +32,7 @@ LLAMA3 = {
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 MOE = dict(head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
 
-# Together they have every feature of config.json that the policy reads.
+# Together they cover every feature of config.json that the policy reads.
 MODELS = {
     "llama": ("llama", dict(rope_parameters=LLAMA3)),
     "llama_biases": ("llama", dict(attention_bias=True, mlp_bias=True, rope_parameters=LINEAR)),
@@ -46,7 +46,7 @@ MOE_MODELS = ("qwen3_moe", "qwen3_moe_dense_layer", "mixtral")
 
 
 def make_model(folder: Path, name: str, **overrides):
-    """Write model `name` into `folder` and return it as transformers holds it."""
+    """Write model `name` to `folder`, and return the transformers model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -54,10 +54,8 @@ def make_model(folder: Path, name: str, **overrides):
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SHAPE, **extra, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for (
-        key,
-        param,
-    ) in model.named_parameters():  # zeros and ones would hide a swapped or forgotten one
+    # Zeros and ones would hide a swapped or forgotten parameter.
+    for key, param in model.named_parameters():
         if "norm" in key or "bias" in key:
             torch.nn.init.normal_(param, mean=1.0 if "norm" in key else 0.0, std=0.2)
     model.save_pretrained(folder)

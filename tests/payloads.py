@@ -1,4 +1,4 @@
-"""Code hidden in the files of a checkpoint, as an attacker would: the manifest is made to fit."""
+"""Plants code in the files of a checkpoint, as an attacker would, and updates the manifest."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from megastep.checkpoint.manifest import MANIFEST, write_manifest
 
 
 class Payload:
-    """Whoever unpickles it makes the folder `marker`."""
+    """Unpickling it creates the folder `marker`."""
 
     def __init__(self, marker: Path):
         self.marker = str(marker)
@@ -36,7 +36,7 @@ def plant(folder: Path, where: str, marker: Path) -> None:
 
 
 def _plant_entry(folder: Path, is_object: bool, marker: Path) -> None:
-    """Behind the last entry of a data file; the metadata leads there."""
+    """After the last entry of a data file; the metadata points to it."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     kinds = metadata.state_dict_metadata
     index = next(
@@ -55,7 +55,7 @@ def _plant_entry(folder: Path, is_object: bool, marker: Path) -> None:
 
 
 def seal_again(folder: Path) -> None:
-    """A manifest whose sizes and hashes are those of the files now."""
+    """Rewrite the manifest with the current sizes and hashes."""
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).unlink()
     write_manifest(folder, {key: value for key, value in manifest.items() if key != "files"})

@@ -1,8 +1,8 @@
-"""Real ranks for tests: processes that start once per session and run functions under layouts of their choice.
+"""Real ranks for tests: processes that start once per session and run functions.
 
-    pool.run(function, **arguments)    calls `function` on every rank, returns the results in rank order
+    pool.run(function, **arguments)    calls `function` on every rank, returns the results by rank
 
-The function must be importable (`tests.cases`), for the ranks are other processes.
+The function must be importable (`tests.cases`) by the rank's process.
 """
 
 import ctypes
@@ -17,15 +17,15 @@ import torch.multiprocessing as mp
 from megastep.distributed.ports import free_port
 
 TIMEOUT_S = 200
-current: tuple[int, int, str] | None = (
-    None  # in a rank: rank, world and a fresh address, for parallel.start
-)
+# In a rank's process: rank, world size and rendezvous address for parallel.start.
+current: tuple[int, int, str] | None = None
 
 
 class RankPool:
     def __init__(self, world: int):
         context = mp.get_context("spawn")
-        self.pipes, self.processes = [], []
+        self.pipes = []
+        self.processes = []
         for rank in range(world):
             here, there = context.Pipe()
             process = context.Process(target=serve, args=(rank, world, there))
@@ -43,7 +43,7 @@ class RankPool:
             if not pipe.poll(TIMEOUT_S):
                 self.close()
                 raise TimeoutError(
-                    f"rank {rank} did not answer {function.__name__} in {TIMEOUT_S} s"
+                    f"rank {rank} did not return from {function.__name__} in {TIMEOUT_S} s"
                 )
             ok, result = pipe.recv()
             if not ok:
@@ -80,13 +80,14 @@ def serve(rank: int, world: int, pipe) -> None:
         let_go_of_models()
         parallel.stop()
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # or a rank keeps what many small models have fragmented
+        ctypes.CDLL(None).malloc_trim(0)  # many small models fragment the heap
 
 
 def let_go_of_models() -> None:
-    """A gloo group keeps its threads until nothing refers to it, and a model refers to all of them.
+    """Drop the references of models to gloo groups, whose threads live as long as the groups.
 
-    Megatron's data parallelism refers to itself through gradient hooks in C++, where Python's collector cannot see.
+    Megatron's data parallelism refers to itself through gradient hooks in C++, which Python's
+    garbage collector does not see.
     """
     from megatron.core.distributed import DistributedDataParallel
 

@@ -60,7 +60,7 @@ def test_d5_settings_of_cluster_commands_are_valid(page):
     commands = [found[1].split() for line in lines if (found := trains.search(line))]
     assert commands
     for config, *rest in commands:
-        overrides = [word for word in rest if "=" in word]  # a remark may follow
+        overrides = [word for word in rest if "=" in word]  # a comment may follow
         models = [Path(word).name.lower() for word in overrides if word.startswith("model.path=")]
         load(
             config,
@@ -104,7 +104,7 @@ def test_x8_recipe_fits_and_its_table_is_on_the_page(path):
     from megastep.plan.table import text
 
     plan = make_plan(load(path, has_cuda=True))
-    assert not plan.troubles()
+    assert not plan.problems()
     page = Path("configs/recipes/h100.md").read_text()
     assert f"$ megastep plan {path}\n{text(plan)}\n```" in page, (
         f"megastep plan {path} prints another table"

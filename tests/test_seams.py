@@ -1,34 +1,35 @@
-"""D8: what differs between a GPU and a CPU is chosen in few places, and these are all of them (DESIGN: one code path).
+"""D8: all modules that choose between GPU and CPU (DESIGN: one code path).
 
-A new `cuda`, `nccl` or Transformer Engine anywhere else fails here: move it behind one of these seams, or, if it is a
-new one, write down what it chooses.
+A new `cuda`, `nccl` or Transformer Engine in any other module fails here: move it to one of these
+seams, or add the module with what it chooses.
 """
 
 import ast
 import re
 from pathlib import Path
 
-# What may be named in each module, and what is decided there.
+# By module: what it chooses.
 SEAMS = {
-    "megastep/policy/model.py": "the layers: Transformer Engine's or Megatron's local ones, and their fusions",
-    "megastep/policy/attention.py": "the attention kernel: FlexAttention and Transformer Engine, or torch's for CPU",
-    "megastep/distributed/parallel.py": "the communication backend and the device: nccl on the rank's GPU, or gloo",
-    "megastep/distributed/cpu.py": "what stands in for torch.cuda where there is none",
-    "megastep/checkpoint/saver.py": "the random state of the device, under Megatron's names for it",
+    "megastep/policy/model.py": "Transformer Engine's or Megatron's local layers, and fusions",
+    "megastep/policy/attention.py": "FlexAttention and Transformer Engine, or torch for CPU",
+    "megastep/distributed/parallel.py": "device and communication backend: nccl or gloo",
+    "megastep/distributed/cpu.py": "replacements of torch.cuda on a CPU",
+    "megastep/checkpoint/saver.py": "the random state of the device, by Megatron's names",
     "megastep/sync/sender.py": "the weight-transfer backend: nccl and ipc, or shared memory",
-    "megastep/sync/receiver.py": "its other end, in vLLM's workers",
-    "megastep/rollout/engine.py": "which GPUs an engine sees",
-    "megastep/config/": "which backend goes with which placement, and what is refused without a GPU",
+    "megastep/sync/receiver.py": "the same in vLLM's workers",
+    "megastep/rollout/engine.py": "the GPUs of an engine",
+    "megastep/config/": "the backend of a placement, and what needs a GPU",
+    "tools/gen_docs.py": "nothing: names requirements",
     "megastep/plan/": "nothing: estimates for GPUs",
     "megastep/cli.py": "nothing: plans for GPUs",
-    "megastep/conversion/commands.py": "none at all: it works on the CPU",
+    "megastep/conversion/commands.py": "the CPU, always",
 }
 SOURCES = sorted([*Path("megastep").rglob("*.py"), *Path("tools").glob("*.py")])
 DEVICE = re.compile(r"(?i:cuda|nccl|transformer_engine|\bapex\b)|\bTE[A-Z][a-z]\w+")
 
 
 def words(tree: ast.AST) -> set[str]:
-    """Names, attributes, imports and texts of the code; docstrings are not code."""
+    """Names, attributes, imports and strings of the code, without docstrings."""
     docstrings = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -66,7 +67,7 @@ def seam_of(path: Path) -> str | None:
     return next((seam for seam in SEAMS if path.as_posix().startswith(seam)), None)
 
 
-def test_d8_a_gpu_is_named_at_the_seams_only():
+def test_d8_only_seams_name_a_gpu():
     outside = {
         path.as_posix(): found
         for path in SOURCES
@@ -75,8 +76,8 @@ def test_d8_a_gpu_is_named_at_the_seams_only():
     assert not outside
 
 
-def test_d8_every_seam_is_one():
-    """A seam that names no GPU any more is to be taken off the list."""
+def test_d8_every_seam_names_a_gpu():
+    """Remove a module that no longer does from the list."""
     for seam in SEAMS:
         paths = [path for path in SOURCES if seam_of(path) == seam]
         assert any(of_gpus(path.read_text()) for path in paths), seam

@@ -1,25 +1,28 @@
-"""How far are the policy's logprobs from the engine's, with and without the rollout's experts replayed?
+"""Logprob mismatch between the policy and the engine, with and without routing replay.
 
-A random Qwen3-MoE (8 layers, 32 experts, top-4, hidden 128) samples 64 × 128 tokens in vLLM, once in fp32 and once in
-bf16; Megatron computes the same tokens' logprobs with the same weights.
+A random Qwen3-MoE (8 layers, 32 experts, top-4, hidden 128) samples 64 × 128 tokens in vLLM, once
+in fp32 and once in bf16; Megatron computes the logprobs of the same tokens with the same weights.
 
-    one turn    64 prompts of 16 tokens, 128 tokens each
-    turns       16 prompts × 4 trajectories × 4 turns of 32 tokens, 8 tokens of observation between; appended
-    rewritten   the same, but each turn's prompt leaves out the first 8 tokens of every response before it
+    one turn      64 prompts of 16 tokens, 128 tokens each
+    turns         16 prompts × 4 trajectories × 4 turns of 32 tokens, with 8 tokens of observation
+                  between, appended to the prompt
+    rewritten     the same, but each prompt drops the first 8 tokens of every earlier response
 
-    free        Megatron's routers choose the experts
-    replay      each token goes to the experts that vLLM sent it to
+    free          Megatron's routers select the experts
+    replay        routing replay: the experts that vLLM recorded
 
-    layout      flat: each step on its own; merge: linear prefixes once; trie: every distinct token once
-    ranks       1, then 2 under tensor, pipeline and expert parallelism
+    pack layout   flat: each step is a sequence; merge: linear prefixes once; trie: every distinct
+                  token once
+    ranks         1, then 2 under tensor, pipeline and expert parallelism
 
-Numbers: mean and largest |Δ logprob| of the sampled tokens; KL as the mean of exp(Δ) - 1 - Δ; the share of (token,
-layer) pairs whose set of experts differs. Bars: fp32 replay max |Δ| ≤ 1e-5; bf16 KL of replay ≤ 0.15 of free.
+Reported: mean and largest |Δ logprob| of the sampled tokens; KL as the mean of exp(Δ) - 1 - Δ; the
+fraction of (token, layer) pairs whose set of experts differs. Bars: fp32 max |Δ| of replay ≤ 1e-5;
+bf16 KL of replay ≤ 0.15 of free.
 
     python tools/bench_mismatch.py [--quick]
 
-The last line is JSON: {"fp32"|"bf16": {"free"|"replay": {"mean_abs", "max_abs", "kl", "router_mismatch"}}}, of one turn
-on one rank. A missed bar is printed.
+The last line is JSON, of one turn on one rank: {"fp32"|"bf16": {"free"|"replay": {"mean_abs",
+"max_abs", "kl", "router_mismatch"}}}. Missed bars are printed.
 """
 
 import os
@@ -62,7 +65,13 @@ MODEL = dict(
     initializer_range=0.1,
     tie_word_embeddings=False,
 )
-TRAJECTORIES, TOKENS, PROMPT, TURNS, OBSERVATION, DROPPED = 64, 128, 16, 4, 8, 8
+TRAJECTORIES = 64
+TOKENS = 128  # sampled per trajectory
+PROMPT_TOKENS = 16
+TURNS = 4
+OBSERVATION_TOKENS = 8
+DROPPED_TOKENS = 8
+# samples per prompt, turns, whether prompts are rewritten
 WORKLOADS = {"one turn": (1, 1, False), "turns": (4, TURNS, False), "rewritten": (4, TURNS, True)}
 PARALLEL = {
     "1 rank": {},
@@ -70,7 +79,8 @@ PARALLEL = {
     "pipeline 2": dict(pipeline=2),
     "expert 2": dict(expert=2),
 }
-MAX_FP32, KL_RATIO_BF16 = 1e-5, 0.15
+MAX_ABS_FP32 = 1e-5
+KL_RATIO_BF16 = 0.15
 
 
 def make_config(folder: Path, precision: str) -> Config:
@@ -92,7 +102,7 @@ def make_model(folder: Path) -> None:
 # ---------------------------------------------------------------- rollouts
 
 
-def roll_out(config: Config) -> dict[str, list[Group]]:
+def generate_rollouts(config: Config) -> dict[str, list[Group]]:
     from megastep.cluster import Cluster
 
     with Cluster(config, with_policy=False) as cluster:
@@ -102,46 +112,48 @@ def roll_out(config: Config) -> dict[str, list[Group]]:
         }
 
 
-async def _groups(generate, samples: int, turns: int, rewritten: bool) -> list[Group]:
+async def _groups(generate, samples_per_prompt: int, turns: int, rewritten: bool) -> list[Group]:
     random = np.random.default_rng(0)
-    ids = range(TRAJECTORIES // samples)
-    prompts = random.integers(0, MODEL["vocab_size"], (len(ids), PROMPT), dtype=np.int32)
-    told = random.integers(
-        0, MODEL["vocab_size"], (TRAJECTORIES, turns, OBSERVATION), dtype=np.int32
+    vocab = MODEL["vocab_size"]
+    prompts = random.integers(
+        0, vocab, (TRAJECTORIES // samples_per_prompt, PROMPT_TOKENS), dtype=np.int32
     )
-    trajectories = await asyncio.gather(
-        *(
-            _trajectory(
-                generate, group, index, prompts[group], told[group * samples + index], rewritten
-            )
-            for group in ids
-            for index in range(samples)
+    observations = random.integers(
+        0, vocab, (TRAJECTORIES, turns, OBSERVATION_TOKENS), dtype=np.int32
+    )
+    episodes = []
+    for number in range(TRAJECTORIES):
+        group, index = divmod(number, samples_per_prompt)
+        episodes.append(
+            _trajectory(generate, group, index, prompts[group], observations[number], rewritten)
         )
-    )
-    groups = [
-        Group(group, list(trajectories[group * samples : (group + 1) * samples])) for group in ids
-    ]
+    trajectories = await asyncio.gather(*episodes)
+    groups = []
+    for group in range(len(prompts)):
+        first = group * samples_per_prompt
+        groups.append(Group(group, list(trajectories[first : first + samples_per_prompt])))
     validate(groups)
     return groups
 
 
 async def _trajectory(
-    generate, group: int, index: int, prompt, told, rewritten: bool
+    generate, group: int, index: int, prompt, observations, rewritten: bool
 ) -> Trajectory:
     steps: list[Step] = []
-    for turn, observation in enumerate(told):
+    turns = len(observations)
+    for turn, observation in enumerate(observations):
         seed = (group * 1000 + index) * 10 + turn
         known = recorded_tokens(steps, prompt, len(prompt) - 1)
         answer = await generate(
             prompt,
-            Sampling(TOKENS // len(told), seed=seed),
+            Sampling(TOKENS // turns, seed=seed),
             session=f"{group}/{index}",
             routing_start=known,
         )
         steps.append(
             Step(
                 index=turn,
-                last=turn == len(told) - 1,
+                last=turn == turns - 1,
                 prompt_ids=prompt,
                 response_ids=answer.ids,
                 loss_mask=np.ones(len(answer.ids), bool),
@@ -152,7 +164,8 @@ async def _trajectory(
                 routing_start=known,
             )
         )
-        prompt = np.concatenate([prompt, answer.ids[DROPPED if rewritten else 0 :], observation])
+        kept = answer.ids[DROPPED_TOKENS:] if rewritten else answer.ids
+        prompt = np.concatenate([prompt, kept, observation])
     return Trajectory(group, index, steps)
 
 
@@ -160,7 +173,7 @@ async def _trajectory(
 
 
 def serve(rank: int, pipe) -> None:
-    """A rank's process: measures what it is sent until the pipe closes."""
+    """A rank's process: runs the jobs it receives until the pipe closes."""
     warnings.filterwarnings("ignore")
     sys.stdout = sys.stderr = open(os.devnull, "w")
     while True:
@@ -177,7 +190,8 @@ def serve(rank: int, pipe) -> None:
 def measure(
     rank: int, address: str, folder: Path, precision: str, parallelism: dict, jobs: list
 ) -> list:
-    """For each (groups, layout, replay): (Δ [N], differing router decisions, all of them), of this rank's part."""
+    """For each (groups, pack layout, replay): Δ [N] of this rank's tokens, how many of its router
+    decisions differ, and how many there are."""
     from megastep.distributed import parallel
     from megastep.policy.worker import PolicyWorker
 
@@ -192,10 +206,13 @@ def measure(
     return results
 
 
-def _measure(worker, groups: list[Group], layout: str, replay: bool) -> tuple[np.ndarray, int, int]:
+def _measure(
+    worker, groups: list[Group], pack_layout: str, replay: bool
+) -> tuple[np.ndarray, int, int]:
     from megastep.distributed import parallel
 
-    place, p = parallel.place(), worker.config.policy.parallel
+    place = parallel.place()
+    tensor = worker.config.policy.parallel.tensor
     worker.config.routing_replay.enabled = replay
     samples = [
         Sample(step, g.id, t.index, 1.0, 1.0)
@@ -204,14 +221,16 @@ def _measure(worker, groups: list[Group], layout: str, replay: bool) -> tuple[np
         for step in t.steps
     ]
     batches, _ = lay_out(
-        samples, place.data_size, budget_tokens=4096, align_tokens=p.tensor, pack_layout=layout
+        samples, place.data_size, budget_tokens=4096, align_tokens=tensor, pack_layout=pack_layout
     )
-    deltas, differing, decisions = [], 0, 0
+    deltas = []
+    differing = decisions = 0
     for batch in batches[place.data]:
         choices = _RouterChoices(worker)
         logprobs = worker.logprobs([batch])
-        wrong, all_of_them = choices.compare(batch.trie, place)
-        differing, decisions = differing + wrong, decisions + all_of_them
+        batch_differing, batch_decisions = choices.compare(batch.trie)
+        differing += batch_differing
+        decisions += batch_decisions
         if logprobs and place.tensor == 0:
             real = batch.trie.loss.group >= 0
             deltas.append((logprobs[0] - batch.trie.loss.rollout_logprob)[real])
@@ -219,7 +238,7 @@ def _measure(worker, groups: list[Group], layout: str, replay: bool) -> tuple[np
 
 
 class _RouterChoices:
-    """What this rank's routers choose in the next forward pass."""
+    """The experts that this rank's routers select in the next forward pass."""
 
     def __init__(self, worker):
         from megatron.core.transformer.moe.router import TopKRouter
@@ -229,34 +248,37 @@ class _RouterChoices:
         for chunk in worker.chunks:
             for module in chunk.modules():
                 if isinstance(module, TopKRouter):
-                    self.hooks.append(module.register_forward_hook(self._remember))
+                    self.hooks.append(module.register_forward_hook(self._record))
 
-    def _remember(self, router, inputs, output) -> None:
+    def _record(self, router, inputs, output) -> None:
         self.maps[router.layer_number - 1] = output[1].cpu().numpy()
 
-    def compare(self, trie, place) -> tuple[int, int]:
+    def compare(self, trie) -> tuple[int, int]:
+        """How many decisions differ from the recorded routing, of how many."""
+        from megastep.distributed import parallel
+
         for hook in self.hooks:
             hook.remove()
-        routing = trie.routing()  # [T, layers, K], -1: not recorded
-        stretch = len(routing) // place.tensor_size
-        mine = routing[place.tensor * stretch : (place.tensor + 1) * stretch]
+        routing = parallel.sequence_shard(trie.routing())  # [T/tp, layers, K], -1: not recorded
         differing = decisions = 0
         for layer, chosen in self.maps.items():
-            recorded = mine[:, layer, 0] >= 0
-            wanted = mine[recorded, layer].astype(np.int64)
-            same = np.take_along_axis(chosen[recorded], wanted, 1).all(1)
-            differing, decisions = differing + int((~same).sum()), decisions + len(same)
+            recorded = routing[:, layer, 0] >= 0
+            experts = routing[recorded, layer].astype(np.int64)
+            same = np.take_along_axis(chosen[recorded], experts, 1).all(1)
+            differing += int((~same).sum())
+            decisions += len(same)
         return differing, decisions
 
 
 class Ranks:
-    """Two processes for every layout; the second waits where one is enough."""
+    """Two processes for all parallel layouts; the second idles where one suffices."""
 
     def __enter__(self):
         import torch.multiprocessing as mp
 
         context = mp.get_context("spawn")
-        self.pipes, self.processes = [], []
+        self.pipes = []
+        self.processes = []
         for rank in range(2):
             here, there = context.Pipe()
             process = context.Process(target=serve, args=(rank, there), daemon=True)
@@ -277,7 +299,7 @@ class Ranks:
             if not ok:
                 raise RuntimeError(answer)
             answers.append(answer)
-        return [_numbers(parts) for parts in zip(*answers)]
+        return [_statistics(parts) for parts in zip(*answers)]
 
     def __exit__(self, *_):
         for pipe in self.pipes:
@@ -287,16 +309,17 @@ class Ranks:
             process.kill()
 
 
-def _numbers(parts: tuple) -> dict[str, float]:
-    delta = np.concatenate([part[0] for part in parts]).astype(np.float64)
-    assert len(delta) == TRAJECTORIES * TOKENS, (
-        f"{len(delta)} tokens instead of {TRAJECTORIES * TOKENS}"
-    )
+def _statistics(parts: tuple) -> dict[str, float]:
+    """Over the results of all ranks."""
+    deltas, differing, decisions = zip(*parts)
+    delta = np.concatenate(deltas).astype(np.float64)
+    expected = TRAJECTORIES * TOKENS
+    assert len(delta) == expected, f"{len(delta)} tokens instead of {expected}"
     return {
         "mean_abs": float(np.abs(delta).mean()),
         "max_abs": float(np.abs(delta).max()),
         "kl": float((np.exp(delta) - 1 - delta).mean()),
-        "router_mismatch": sum(part[1] for part in parts) / sum(part[2] for part in parts),
+        "router_mismatch": sum(differing) / sum(decisions),
     }
 
 
@@ -304,49 +327,55 @@ def _numbers(parts: tuple) -> dict[str, float]:
 
 
 def cases(quick: bool) -> list[tuple[str, str, str]]:
-    """(ranks, workload, layout)"""
+    """(ranks, workload, pack layout)"""
     found = [("1 rank", "one turn", "flat")]
-    if not quick:
-        found += [("1 rank", "turns", layout) for layout in ("flat", "merge", "trie")]
-        found += [("1 rank", "rewritten", layout) for layout in ("flat", "trie")]
-        found += [
-            (ranks, workload, "trie")
-            for ranks in list(PARALLEL)[1:]
-            for workload in ("one turn", "rewritten")
-        ]
+    if quick:
+        return found
+    found += [("1 rank", "turns", pack_layout) for pack_layout in ("flat", "merge", "trie")]
+    found += [("1 rank", "rewritten", pack_layout) for pack_layout in ("flat", "trie")]
+    for ranks in list(PARALLEL)[1:]:
+        found += [(ranks, "one turn", "trie"), (ranks, "rewritten", "trie")]
     return found
 
 
 def compare(ranks: Ranks, folder: Path, precision: str, quick: bool) -> tuple[dict, list[str]]:
-    """The JSON's entry for a precision, and the bars that were missed."""
-    rollouts = roll_out(make_config(folder, precision))
-    main, missed = None, []
-    for name, layout in PARALLEL.items():
-        mine = [case for case in cases(quick) if case[0] == name]
-        jobs = [
-            (rollouts[workload], tree, replay)
-            for _, workload, tree in mine
-            for replay in (False, True)
-        ]
-        if not jobs:
+    """The JSON's entry for a precision, and the missed bars."""
+    rollouts = generate_rollouts(make_config(folder, precision))
+    main: dict = {}
+    missed = []
+    for name, parallelism in PARALLEL.items():
+        selected = [case for case in cases(quick) if case[0] == name]
+        if not selected:
             continue
-        found = ranks.measure(folder=folder, precision=precision, parallelism=layout, jobs=jobs)
-        for (_, workload, tree), free, replay in zip(mine, found[::2], found[1::2]):
-            main = main or {"free": free, "replay": replay}
-            bad = _missed(precision, free, replay)
-            missed += [f"{precision}, {name}, {workload}, {tree}: {bad}"] if bad else []
-            for kind, numbers in (("free", free), ("replay", replay)):
-                print(
-                    f"{precision:<6}{name:<12}{workload:<11}{tree:<7}{kind:<8}{numbers['mean_abs']:>10.1e}"
-                    f"{numbers['max_abs']:>10.1e}{numbers['kl']:>10.1e}{numbers['router_mismatch']:>10.2%}",
-                    flush=True,
-                )
+        jobs = []
+        for _, workload, pack_layout in selected:
+            for replay in (False, True):
+                jobs.append((rollouts[workload], pack_layout, replay))
+        found = ranks.measure(
+            folder=folder, precision=precision, parallelism=parallelism, jobs=jobs
+        )
+        for (_, workload, pack_layout), free, replayed in zip(selected, found[::2], found[1::2]):
+            main = main or {"free": free, "replay": replayed}
+            bar = _missed(precision, free, replayed)
+            if bar:
+                missed.append(f"{precision}, {name}, {workload}, {pack_layout}: {bar}")
+            labels = f"{precision:<6}{name:<12}{workload:<11}{pack_layout:<7}"
+            _print_row(labels, "free", free)
+            _print_row(labels, "replay", replayed)
     return main, missed
 
 
+def _print_row(labels: str, routing: str, found: dict[str, float]) -> None:
+    print(
+        f"{labels}{routing:<8}{found['mean_abs']:>10.1e}{found['max_abs']:>10.1e}"
+        f"{found['kl']:>10.1e}{found['router_mismatch']:>10.2%}",
+        flush=True,
+    )
+
+
 def _missed(precision: str, free: dict, replay: dict) -> str | None:
-    if precision == "fp32" and replay["max_abs"] > MAX_FP32:
-        return f"max |Δ| of replay {replay['max_abs']:.1e} > {MAX_FP32}"
+    if precision == "fp32" and replay["max_abs"] > MAX_ABS_FP32:
+        return f"max |Δ| of replay {replay['max_abs']:.1e} > {MAX_ABS_FP32}"
     if precision == "bf16" and replay["kl"] > KL_RATIO_BF16 * free["kl"]:
         return f"KL of replay {replay['kl'] / free['kl']:.2f} of free > {KL_RATIO_BF16}"
     return None
@@ -357,15 +386,16 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one turn on one rank only")
     args = parser.parse_args()
     print(
-        f"{'':<6}{'ranks':<12}{'workload':<11}{'layout':<7}{'experts':<8}{'mean |Δ|':>10}{'max |Δ|':>10}{'KL':>10}"
-        f"{'routers ≠':>10}"
+        f"{'':<6}{'ranks':<12}{'workload':<11}{'pack':<7}{'routing':<8}{'mean |Δ|':>10}"
+        f"{'max |Δ|':>10}{'KL':>10}{'routers ≠':>10}"
     )
-    results, missed = {}, []
+    results = {}
+    missed = []
     with tempfile.TemporaryDirectory() as folder, Ranks() as ranks:
         make_model(Path(folder))
         for precision in ("fp32", "bf16"):
-            results[precision], bad = compare(ranks, Path(folder), precision, args.quick)
-            missed += bad
+            results[precision], bars = compare(ranks, Path(folder), precision, args.quick)
+            missed += bars
     print("\n".join(f"missed: {line}" for line in missed) or "every bar is met")
     print(json.dumps(results))
     return 0

@@ -1,19 +1,21 @@
-"""What do our agents cost on top of vLLM, and do they use its prefix cache?
+"""Overhead of rollouts on top of vLLM, and use of its prefix cache.
 
-    one turn     256 prompts of 64 tokens, 64 sampled tokens each: agents, pool, Ray and engine against vLLM's own
-                 `LLM.generate` with the same engine settings, prompts and lengths. Both stand ready in one run and
-                 take turns; the best round of each counts.
-    turns        64 trajectories of 8 turns on two engines; prompt 64, response 32, observation 96 tokens, appended.
-                 vLLM says how many prompt tokens of each call it had in its cache; possible is what the same
-                 trajectory's calls before it left there, in whole blocks of the cache.
-    routes       2 to 16 such turns: how many tokens' experts an engine ships for a trajectory, and the exponent of
-                 its growth with the turns. 1 is linear; shipping every prompt's again would come near 2.
+    one turn     256 prompts of 64 tokens, 64 sampled tokens each: agents, pool, Ray and engine
+                 against vLLM's `LLM.generate` with the same engine settings, prompts and lengths.
+                 Both run in alternation; the best round of each counts.
+    turns        64 trajectories of 8 turns on two engines; prompt 64, response 32, observation 96
+                 tokens, appended. vLLM reports the cached prompt tokens of each call; possible are
+                 those of earlier calls of the trajectory, in whole cache blocks.
+    routing      2 to 16 such turns: tokens per trajectory whose routing an engine returns, and the
+                 exponent of its growth with the turns. 1 is linear; returning the routing of every
+                 prompt again would be close to 2.
 
-A random Qwen3-MoE: 8 layers, 32 experts, top-4, hidden 128. Bars: 0.9 of raw, 0.9 of the cache, exponent 1.1 at most.
+A random Qwen3-MoE: 8 layers, 32 experts, top-4, hidden 128. Bars: 0.9 of vLLM's throughput, 0.9 of
+the possible cache hits, exponent at most 1.1.
 
     python tools/bench_rollout.py [--rounds 3]
 
-The last line is JSON: {"one_turn_ratio", "cache_share", "routes_exponent"}. A missed bar is printed.
+The last line is JSON: {"one_turn_ratio", "cache_share", "routes_exponent"}.
 """
 
 import os
@@ -61,45 +63,53 @@ MODEL = dict(
     initializer_range=0.1,
     tie_word_embeddings=False,
 )
-PROMPT, ONE_TURN, RESPONSE, OBSERVATION = 64, 64, 32, 96
-CALLS, TRAJECTORIES, TURNS, MOST_TURNS = 256, 64, 8, (2, 4, 8, 16)
-RATIO, SHARE, EXPONENT = 0.9, 0.9, 1.1
+PROMPT_TOKENS = 64
+ONE_TURN_TOKENS = 64  # response of the one-turn workload
+RESPONSE_TOKENS = 32
+OBSERVATION_TOKENS = 96
+CALLS = 256
+TRAJECTORIES = 64
+TURNS = 8
+ROUTING_TURNS = (2, 4, 8, 16)
+MIN_RATIO = 0.9
+MIN_CACHE_SHARE = 0.9
+MAX_EXPONENT = 1.1
 
 
 class Talk(Env):
-    """Says `observation` tokens of its own after every response, and never ends."""
+    """Returns random observations and never ends."""
 
     def __init__(self, row: dict):
         self.random = np.random.default_rng(row["seed"])
 
     def words(self, tokens: int) -> str:
-        return "".join(
-            map(chr, self.random.integers(97, 123, tokens))
-        )  # the tokenizer's tokens are bytes
+        # The tokenizer's tokens are bytes.
+        return "".join(map(chr, self.random.integers(97, 123, tokens)))
 
     async def start(self):
-        return [{"role": "user", "content": self.words(PROMPT)}]
+        return [{"role": "user", "content": self.words(PROMPT_TOKENS)}]
 
     async def step(self, text, ids):
-        return Outcome([{"role": "user", "content": self.words(OBSERVATION)}])
+        return Outcome([{"role": "user", "content": self.words(OBSERVATION_TOKENS)}])
 
 
 def prompts(count: int) -> list[Prompt]:
     return [Prompt(seed, {"seed": seed}) for seed in range(count)]
 
 
-def pool(generate, turns: int, response: int) -> Pool:
+def pool(generate, turns: int, response_tokens: int) -> Pool:
     renderer = Renderer.for_model(TOKENIZER, "tokens")
-    renderer.stop_ids = ()  # every response has its full length; the token that closes it is appended
-    limits = Limits(turns, MODEL["max_position_embeddings"], response + 1, env_timeout_s=60.0)
-    return Pool(
-        Agent(generate, renderer, limits, Sampling(response)), Talk, samples=1, concurrency=CALLS
-    )
+    renderer.stop_ids = ()  # every response has its full length and gets its stop token appended
+    max_prompt_tokens = MODEL["max_position_embeddings"]
+    limits = Limits(turns, max_prompt_tokens, response_tokens + 1, env_timeout_s=60.0)
+    agent = Agent(generate, renderer, limits, Sampling(response_tokens))
+    return Pool(agent, Talk, samples_per_prompt=1, concurrency=CALLS)
 
 
 def make_config(folder: Path, engines: int) -> Config:
     config = Config()
-    config.model.path, config.engine.num_engines = str(folder), engines
+    config.model.path = str(folder)
+    config.engine.num_engines = engines
     return config
 
 
@@ -120,7 +130,7 @@ def make_model(folder: Path) -> None:
 
 
 class Raw:
-    """`LLM.generate` in a process of its own, which waits while we measure ourselves."""
+    """`LLM.generate` in another process, idle while megastep is measured."""
 
     def __init__(self, config: Config, token_ids: list[list[int]]):
         context = multiprocessing.get_context("spawn")
@@ -151,7 +161,8 @@ def serve_raw(config: Config, token_ids: list[list[int]], pipe) -> None:
 
     llm = LLM(**engine._arguments(config, setup))
     params = [
-        engine._sampling_params(Sampling(ONE_TURN, seed=seed), 0) for seed in range(len(token_ids))
+        engine._sampling_params(Sampling(ONE_TURN_TOKENS, seed=seed), 0)
+        for seed in range(len(token_ids))
     ]
     pipe.send(llm.llm_engine.vllm_config.cache_config.block_size)
     while True:
@@ -161,15 +172,14 @@ def serve_raw(config: Config, token_ids: list[list[int]], pipe) -> None:
             llm.llm_engine.engine_core.shutdown()
             return
         llm.reset_prefix_cache()
-        begun = time.perf_counter()
+        begin = time.perf_counter()
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for ids in token_ids], params, use_tqdm=False
         )
-        seconds = time.perf_counter() - begun
-        assert all(
-            len(o.outputs[0].token_ids) == ONE_TURN and o.outputs[0].routed_experts is not None
-            for o in outputs
-        )
+        seconds = time.perf_counter() - begin
+        completions = [output.outputs[0] for output in outputs]
+        assert all(len(c.token_ids) == ONE_TURN_TOKENS for c in completions)
+        assert all(c.routed_experts is not None for c in completions)
         pipe.send(seconds)
 
 
@@ -177,90 +187,95 @@ def serve_raw(config: Config, token_ids: list[list[int]], pipe) -> None:
 
 
 class Counting:
-    """`generate`, and what its calls were: (session, prompt tokens, answer)."""
+    """`generate` that records its calls: (session, prompt tokens, generation)."""
 
     def __init__(self, generate):
-        self.generate, self.calls = generate, []
+        self.generate = generate
+        self.calls = []
 
     async def __call__(self, prompt_ids, sampling, *, session, **routing) -> Generation:
-        made = await self.generate(prompt_ids, sampling, session=session, **routing)
-        self.calls.append((session, len(prompt_ids), made))
-        return made
+        generation = await self.generate(prompt_ids, sampling, session=session, **routing)
+        self.calls.append((session, len(prompt_ids), generation))
+        return generation
 
 
 def one_turn(folder: Path, rounds: int) -> tuple[float, int]:
-    """Our tokens/s over vLLM's own, and the tokens of a block of its cache."""
+    """megastep's tokens/s over vLLM's, and the tokens of a cache block."""
     config = make_config(folder, engines=1)
     renderer = Renderer.for_model(TOKENIZER, "tokens")
-    asked = [
+    token_ids = [
         renderer.prompt_ids(asyncio.run(Talk(prompt.row).start())).tolist()
         for prompt in prompts(CALLS)
     ]
-    raw = Raw(config, asked)
-    ours, theirs = [], []
+    raw = Raw(config, token_ids)
+    vllm_s = []
+    megastep_s = []
     try:
         with Cluster(config, with_policy=False) as cluster:
-            for _ in range(rounds + 1):  # the first is not counted
-                theirs.append(raw.seconds())
-                ours.append(our_seconds(cluster))
+            for _ in range(rounds + 1):
+                vllm_s.append(raw.seconds())
+                megastep_s.append(rollout_seconds(cluster))
     finally:
         raw.close()
-    tokens = CALLS * ONE_TURN
-    print(f"one turn, {CALLS} × {ONE_TURN} tokens, best of {rounds}")
-    print(
-        f"  vLLM's LLM.generate {tokens / min(theirs[1:]):7.0f} tokens/s   rounds {_seconds(theirs[1:])}"
-    )
-    print(
-        f"  our agents          {tokens / min(ours[1:]):7.0f} tokens/s   rounds {_seconds(ours[1:])}",
-        flush=True,
-    )
-    return min(theirs[1:]) / min(ours[1:]), raw.block_tokens
+    print(f"one turn, {CALLS} × {ONE_TURN_TOKENS} tokens, best of {rounds}")
+    best_vllm_s = _print_rounds("vLLM's LLM.generate", vllm_s[1:])  # without the warm-up round
+    best_megastep_s = _print_rounds("megastep's agents", megastep_s[1:])
+    return best_vllm_s / best_megastep_s, raw.block_tokens
 
 
-def our_seconds(cluster: Cluster) -> float:
+def _print_rounds(name: str, seconds: list[float]) -> float:
+    """Returns the best."""
+    tokens_per_s = CALLS * ONE_TURN_TOKENS / min(seconds)
+    rounds = ", ".join(f"{value:.2f} s" for value in seconds)
+    print(f"  {name:20}{tokens_per_s:7.0f} tokens/s   rounds {rounds}", flush=True)
+    return min(seconds)
+
+
+def rollout_seconds(cluster: Cluster) -> float:
     cluster.engines.pause()  # drops the cache
     cluster.engines.resume()
-    begun = time.perf_counter()
-    groups = asyncio.run(pool(cluster.engines.generate, 1, ONE_TURN).run(prompts(CALLS)))
-    seconds = time.perf_counter() - begun
-    assert all(g.trajectories[0].steps[0].loss_mask.sum() == ONE_TURN for g in groups)
+    begin = time.perf_counter()
+    groups = asyncio.run(pool(cluster.engines.generate, 1, ONE_TURN_TOKENS).run(prompts(CALLS)))
+    seconds = time.perf_counter() - begin
+    assert all(g.trajectories[0].steps[0].loss_mask.sum() == ONE_TURN_TOKENS for g in groups)
     return seconds
 
 
-def _seconds(values: list[float]) -> str:
-    return ", ".join(f"{value:.2f} s" for value in values)
-
-
-def cache_share(cluster: Cluster, block: int) -> float:
+def cache_share(cluster: Cluster, block_tokens: int) -> float:
     counting = Counting(cluster.engines.generate)
-    asyncio.run(pool(counting, TURNS, RESPONSE).run(prompts(TRAJECTORIES)))
-    left: dict[str, int] = {}  # tokens whose keys the session's calls have left in the cache
-    prompt_tokens = possible = cached = 0
-    for session, length, made in counting.calls:
-        # A prompt's last token is always computed, and so is the block that it is in.
-        possible += min(left.get(session, 0), length - 1) // block * block
-        left[session] = length + len(made.ids) - 1
-        prompt_tokens, cached = prompt_tokens + length, cached + made.cached_tokens
+    asyncio.run(pool(counting, TURNS, RESPONSE_TOKENS).run(prompts(TRAJECTORIES)))
+    computed: dict[str, int] = {}  # tokens whose keys the session's calls have put in the cache
+    prompt_tokens = 0
+    possible = 0
+    cached = 0
+    for session, length, generation in counting.calls:
+        # The block of a prompt's last token is always computed.
+        blocks = min(computed.get(session, 0), length - 1) // block_tokens
+        possible += blocks * block_tokens
+        computed[session] = length + len(generation.ids) - 1
+        prompt_tokens += length
+        cached += generation.cached_tokens
+    engines = cluster.config.engine.num_engines
     print(
-        f"\n{TURNS} turns, {TRAJECTORIES} trajectories, {cluster.config.engine.num_engines} engines, blocks of {block}: "
-        f"{prompt_tokens} prompt tokens, {possible} could be cached, {cached} were",
+        f"\n{TURNS} turns, {TRAJECTORIES} trajectories, {engines} engines, "
+        f"blocks of {block_tokens} tokens: {prompt_tokens} prompt tokens, "
+        f"{possible} cacheable, {cached} cached",
         flush=True,
     )
     return cached / possible
 
 
 def routes_exponent(cluster: Cluster) -> float:
-    print("\nturns   tokens whose experts are shipped, per trajectory   prompt tokens asked with")
-    shipped = []
-    for turns in MOST_TURNS:
+    print("\nper trajectory: turns   tokens with returned routing   prompt tokens")
+    routed_tokens = []
+    for turns in ROUTING_TURNS:
         counting = Counting(cluster.engines.generate)
-        asyncio.run(pool(counting, turns, RESPONSE).run(prompts(8)))
-        shipped.append(sum(len(made.routing) for _, _, made in counting.calls) / 8)
-        print(
-            f"{turns:5}{shipped[-1]:20.0f}{sum(length for _, length, _ in counting.calls) / 8:52.0f}",
-            flush=True,
-        )
-    return float(np.polyfit(np.log(MOST_TURNS), np.log(shipped), 1)[0])
+        asyncio.run(pool(counting, turns, RESPONSE_TOKENS).run(prompts(8)))
+        routed = sum(len(generation.routing) for _, _, generation in counting.calls) / 8
+        prompt_tokens = sum(length for _, length, _ in counting.calls) / 8
+        routed_tokens.append(routed)
+        print(f"{turns:21}{routed:31.0f}{prompt_tokens:16.0f}", flush=True)
+    return float(np.polyfit(np.log(ROUTING_TURNS), np.log(routed_tokens), 1)[0])
 
 
 def main() -> int:
@@ -273,19 +288,20 @@ def main() -> int:
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        ratio, block = one_turn(Path(folder), rounds)
+        ratio, block_tokens = one_turn(Path(folder), rounds)
         with Cluster(make_config(Path(folder), engines=2), with_policy=False) as cluster:
             result = {
                 "one_turn_ratio": ratio,
-                "cache_share": cache_share(cluster, block),
+                "cache_share": cache_share(cluster, block_tokens),
                 "routes_exponent": routes_exponent(cluster),
             }
     met = (
-        result["one_turn_ratio"] >= RATIO
-        and result["cache_share"] >= SHARE
-        and result["routes_exponent"] <= EXPONENT
+        result["one_turn_ratio"] >= MIN_RATIO
+        and result["cache_share"] >= MIN_CACHE_SHARE
+        and result["routes_exponent"] <= MAX_EXPONENT
     )
-    print("\nevery bar is met" if met else f"\na bar is missed: {RATIO}, {SHARE}, {EXPONENT}")
+    bars = f"{MIN_RATIO}, {MIN_CACHE_SHARE}, {MAX_EXPONENT}"
+    print("\nevery bar is met" if met else f"\na bar is missed: {bars}")
     print(json.dumps({name: round(value, 4) for name, value in result.items()}))
     return 0
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Hugging Face weights ↔ megastep checkpoints, as `megastep import` and `megastep export`, from a clone of the project.
+"""`megastep import` and `megastep export` from a clone: Hugging Face weights ↔ checkpoints.
 
 tools/convert_ckpt.py import HF_FOLDER CHECKPOINT
 tools/convert_ckpt.py export CHECKPOINT HF_FOLDER [--shard-size 5GB]
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands.add_commands(parser.add_subparsers(required=True, metavar="import|export"))
     args = parser.parse_args(argv)
-    warnings.filterwarnings("ignore")  # of the libraries, about the GPU parts that are not there
+    warnings.filterwarnings("ignore")  # of libraries, about missing GPU features
     with signals.listening():
         return args.run(args)
 

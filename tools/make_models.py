@@ -1,11 +1,11 @@
-"""Writes the model folders of configs/models that come with a tokenizer of ours: shape, tokenizer, chat template.
+"""Write the model folders of configs/models with their own tokenizers: shape, tokenizer, template.
 
     .venv/bin/python tools/make_models.py [FOLDER]      default: configs/models
 
-    chase    64 words, for the environments `chase` and `guess`; the template drops the scratchpad from history
-    bytes    every byte a token, for environments that speak text; the template is ChatML without old thinking
+    chase    64 words, for `chase` and `guess`; the template drops the scratchpad from history
+    bytes    every byte a token, for text environments; the template is ChatML without past thinking
 
-There are no weights: `model.init: random` makes them.
+No weights are written: use `model.init: random`.
 """
 
 import json
@@ -22,7 +22,7 @@ SHAPE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,  # the smallest that vLLM's CPU attention has
+    "head_dim": 32,  # the smallest of vLLM's CPU attention
     "intermediate_size": 128,
     "moe_intermediate_size": 64,
     "num_experts": 8,

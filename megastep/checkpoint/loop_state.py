@@ -1,7 +1,7 @@
-"""What the loop itself must remember to go on where it was; a part of every checkpoint.
+"""The state of the training loop; part of every checkpoint.
 
-loop.json                where the data stands, which prompts had begun, which policies the engines have had
-ready.safetensors        groups that were played and not yet trained on, if there are any
+loop.json            position in the data, unfinished prompts, weight versions of the engines
+ready.safetensors    groups that were generated and not yet trained on; absent if there are none
 """
 
 import json
@@ -19,19 +19,15 @@ _LOOP, _READY = "loop.json", "ready.safetensors"
 @dataclass
 class LoopState:
     step: int  # training steps done
-    position: dict[str, int] = field(
-        default_factory=dict
-    )  # of the prompts; empty: at their beginning
-    unfinished: list[int] = field(
-        default_factory=list
-    )  # prompts that have begun and must be played again
-    ready_begun: list[int] = field(
-        default_factory=list
-    )  # of each ready group: training steps before it began
-    synced_versions: list[int] = field(
-        default_factory=list
-    )  # versions that the engines have had, the newest last
-    evaluates: bool = False  # held-out prompts were being played
+    # In the prompts; empty: at their beginning.
+    position: dict[str, int] = field(default_factory=dict)
+    # Prompts whose episodes were interrupted, to be generated again.
+    unfinished: list[int] = field(default_factory=list)
+    # Of each ready group: training steps done when its rollout started.
+    ready_begun: list[int] = field(default_factory=list)
+    # Weight versions of all syncs to the engines, the newest last.
+    synced_versions: list[int] = field(default_factory=list)
+    evaluates: bool = False  # an evaluation was running
     ready: list[Group] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
@@ -42,7 +38,7 @@ class LoopState:
 
     @classmethod
     def read(cls, folder: Path) -> "LoopState":
-        """An imported checkpoint has none: it is where a run begins."""
+        """An imported checkpoint has no loop state: its run starts at step 0."""
         if not (folder / _LOOP).is_file():
             return cls(step=0)
         state = cls(**_checked(folder / _LOOP))
@@ -52,9 +48,9 @@ class LoopState:
 
 
 def _checked(path: Path) -> dict:
-    """Every entry has its type: what is wrong is found before any process starts."""
+    """The entries of loop.json, each of its type: errors are found before any process starts."""
     plain = read_object(path)
-    wanted = {
+    wanted: dict[str, type | tuple[type, ...]] = {
         "step": int,
         "position": dict,
         "unfinished": list,
@@ -62,17 +58,17 @@ def _checked(path: Path) -> dict:
         "synced_versions": list,
         "evaluates": bool,
     }
-    check_types(path, {**vars(LoopState(step=0)), **{"step": None}, **plain}, wanted)
+    defaults = {**vars(LoopState(step=0)), "step": None}
+    check_types(path, {**defaults, **plain}, wanted)
     unknown = sorted(set(plain) - set(wanted))
     if unknown:
-        raise CheckpointError(f"{path}: {unknown[0]!r:.80} is no part of a loop's state")
+        raise CheckpointError(f"{path}: {unknown[0]!r:.80} is not an entry of a loop state")
     for name in ("position", "unfinished", "ready_begun", "synced_versions"):
-        numbers = plain.get(name, [])
-        for number in numbers.values() if isinstance(numbers, dict) else numbers:
+        found = plain.get(name, [])
+        numbers = found.values() if isinstance(found, dict) else found
+        for number in numbers:
             if type(number) is not int:
-                raise CheckpointError(
-                    f"{path}: {name} holds {number!r:.80}, must hold whole numbers"
-                )
+                raise CheckpointError(f"{path}: {name} holds {number!r:.80}, must hold integers")
     if plain["step"] < 0:
         raise CheckpointError(f"{path}: step is {plain['step']}, must be at least 0")
     return plain

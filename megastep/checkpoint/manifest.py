@@ -1,10 +1,11 @@
-"""megastep.json: what a checkpoint folder is and whether it is whole. No torch, so that it can be asked early.
+"""megastep.json: the contents of a checkpoint and their integrity. Needs no torch: cheap to import.
 
-Written last, it names every file with its size and SHA-256. Loading starts by checking it, so that a truncated,
-damaged or foreign folder is refused by name before any tensor is touched. `read_manifest` compares all sizes and the
-hashes of everything but the tensors; those are hashed by `check_intact`, which the ranks share among them.
+Written last, it lists every file with its size and SHA-256. Loading checks it first, so that a
+truncated, damaged or foreign folder is rejected before any tensor is read. `read_manifest` compares
+all sizes and the hashes of everything but the tensors; `check_intact` hashes those, divided among
+the ranks.
 
-The hashes find damage, not an attacker, who can write a manifest too: see unpickle.py for what holds against one.
+The hashes find damage, not an attacker, who can write a manifest too: see unpickle.py.
 """
 
 import hashlib
@@ -21,12 +22,12 @@ MANIFEST = "megastep.json"
 HF = "hf"  # folder of config.json and tokenizer
 DATA = ".distcp"  # files of tensors: most of the bytes
 FORMAT = 2  # 1 had no hashes
-# What may differ between the run that saved and the run that loads: names of files and versions.
+# Keys of config.json that may differ between the run that saved and the run that loads.
 _IRRELEVANT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures")
 
 
 def latest(root: str | Path) -> Path | None:
-    """The newest whole checkpoint."""
+    """The newest complete checkpoint."""
     found = whole_checkpoints(root)
     return found[-1] if found else None
 
@@ -34,9 +35,7 @@ def latest(root: str | Path) -> Path | None:
 def whole_checkpoints(root: str | Path) -> list[Path]:
     """Oldest first. Partial folders do not match."""
     if Path(root).is_file():
-        raise CheckpointError(
-            f"{root}: a folder of checkpoints is needed, this is a file; move it away"
-        )
+        raise CheckpointError(f"{root}: a folder of checkpoints is needed, this is a file; move it")
     folders = [p for p in Path(root).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
     return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
 
@@ -52,11 +51,12 @@ def describe(arch: Architecture, step: int, layout: dict | None, with_optimizer:
 
 
 def write_manifest(folder: Path, manifest: dict, hashed: dict[str, str] | None = None) -> None:
-    """`hashed`: hashes of files that others have read already."""
+    """`hashed`: known hashes, by file name."""
     names = [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file()]
-    sums = {**hash_files(folder, set(names) - set(hashed or {})), **(hashed or {})}
+    known = hashed or {}
+    hashes = {**hash_files(folder, set(names) - set(known)), **known}
     files = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": sums[name]} for name in names
+        name: {"bytes": (folder / name).stat().st_size, "sha256": hashes[name]} for name in names
     }
     (folder / MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1))
 
@@ -67,20 +67,20 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
         try:
             with (folder / name).open("rb") as file:
                 found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:  # one while reading does not name the file
+        except OSError as error:  # an error of a read does not name the file
             raise OSError(error.errno, error.strerror, str(folder / name)) from error
     return found
 
 
 def read_manifest(folder: str | Path) -> dict:
-    """The checked description of a whole checkpoint."""
+    """The manifest of a complete checkpoint, checked."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint")
     _check_no_links(folder)
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(
-            f"{folder}: no {MANIFEST}: not a checkpoint of megastep, or one that was never finished"
+            f"{folder}: no {MANIFEST}: not a megastep checkpoint, or an incomplete one"
         )
     manifest = read_object(folder / MANIFEST)
     _check_types(folder, manifest)
@@ -95,14 +95,14 @@ def read_manifest(folder: str | Path) -> dict:
 
 
 def _check_no_links(folder: Path) -> None:
-    """A link would let an export copy any file of this machine. `folder` itself may be reached through one."""
+    """Through a link an export could copy any file of this machine. `folder` may be one itself."""
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(parent) / name
             if path.is_symlink():
                 raise CheckpointError(
-                    f"{path}: is a symbolic link; a checkpoint holds its files itself: copy the "
-                    "file to this place"
+                    f"{path}: is a symbolic link, which a checkpoint may not contain; copy the "
+                    "file here"
                 )
 
 
@@ -114,7 +114,7 @@ def check_intact(folder: str | Path, manifest: dict, names: Iterable[str]) -> No
     for name, found in hashed.items():
         if found != manifest["files"][name]["sha256"]:
             raise CheckpointError(
-                f"{Path(folder) / name}: damaged, its SHA-256 is not that of {MANIFEST}"
+                f"{Path(folder) / name}: damaged, its SHA-256 differs from {MANIFEST}"
             )
 
 
@@ -123,9 +123,10 @@ def data_files(manifest: dict) -> list[str]:
 
 
 def _check_types(folder: Path, manifest: dict) -> None:
-    path, version = folder / MANIFEST, manifest.get("format")
+    path = folder / MANIFEST
+    version = manifest.get("format")
     if type(version) is not int or version < 1:
-        raise CheckpointError(f"{path}: format is {version!r:.80}, must be a whole number")
+        raise CheckpointError(f"{path}: format is {version!r:.80}, must be a positive integer")
     if version > FORMAT:
         raise CheckpointError(
             f"{folder}: format {version} is newer than this megastep, which reads up to {FORMAT}"
@@ -133,9 +134,9 @@ def _check_types(folder: Path, manifest: dict) -> None:
     if version < FORMAT:
         raise CheckpointError(
             f"{folder}: format {version} is older than this megastep, which reads {FORMAT}; export "
-            "it to a Hugging Face folder with the megastep that wrote it"
+            "it to a Hugging Face folder with the version of megastep that wrote it"
         )
-    wanted = {
+    wanted: dict[str, type | tuple[type, ...]] = {
         "step": int,
         "with_optimizer": bool,
         "model": dict,
@@ -152,30 +153,28 @@ def _check_types(folder: Path, manifest: dict) -> None:
             and "\0" not in name
         )
         if not inside:
-            raise CheckpointError(f"{path}: files: {name!r:.80} is no file of a checkpoint")
+            raise CheckpointError(f"{path}: files: {name!r:.80} is not a path in a checkpoint")
         if (
             type(file) is not dict
             or type(file.get("bytes")) is not int
             or type(file.get("sha256")) is not str
         ):
-            raise CheckpointError(
-                f"{path}: files: {name!r:.80} needs a number of bytes and a sha256"
-            )
+            raise CheckpointError(f"{path}: files: {name!r:.80} needs `bytes` and `sha256`")
 
 
 def check_types(path: Path, found: dict, wanted: dict[str, type | tuple[type, ...]]) -> None:
-    """JSON from a file has these entries, of these types; a bool is no number."""
-    for key, kinds in wanted.items():
-        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    """Check the entries of a JSON object; a bool is not an int."""
+    for key, expected in wanted.items():
+        allowed = expected if isinstance(expected, tuple) else (expected,)
         if key not in found:
             raise CheckpointError(f"{path}: {key} is missing")
-        if type(found[key]) not in kinds:
-            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        if type(found[key]) not in allowed:
+            names = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)
             raise CheckpointError(f"{path}: {key} is {found[key]!r:.80}, must be of type {names}")
 
 
 def read_object(path: Path) -> dict:
-    """A JSON object, whatever is in the file."""
+    """The JSON object in a file; any other content raises CheckpointError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -198,5 +197,6 @@ def check_same_model(folder, saved: dict, ours: dict) -> None:
         there, here = saved.get(key), ours.get(key)
         if key not in _IRRELEVANT and there != here:
             raise CheckpointError(
-                f"{folder}: is of another model: {key} is {there!s:.200} there, {here!s:.200} here"
+                f"{folder}: is a checkpoint of another model: {key} is {there!s:.200} there, "
+                f"{here!s:.200} here"
             )

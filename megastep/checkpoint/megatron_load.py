@@ -1,6 +1,7 @@
 """`dist_checkpointing.load` with the readers of unpickle.py.
 
-Megatron takes neither a reader nor a planner from its callers, so importing this module replaces both in its own.
+Megatron accepts neither a reader nor a planner from its callers: importing this module replaces
+both in Megatron.
 """
 
 import io
@@ -30,7 +31,7 @@ _BROKEN = (
 
 
 def load_state(state: dict, folder: str | Path) -> dict:
-    """`state` filled from the files; what is wrong with them is one line, whatever the libraries raise."""
+    """Fill `state` from the files; errors of the libraries become a one-line CheckpointError."""
     strategy = megatron_torch.TorchDistLoadShardedStrategy()
     try:
         return dist_checkpointing.load(
@@ -38,7 +39,7 @@ def load_state(state: dict, folder: str | Path) -> dict:
         )
     except CheckpointError:
         raise
-    except CheckpointException as error:  # of some ranks, as torch collects them
+    except CheckpointException as error:  # torch collects the errors of all ranks
         failure, _ = next(iter(error.failures.values()))
         raise CheckpointError(f"{folder}: not readable: {first_line(failure)}") from error
     except _BROKEN as error:
@@ -53,7 +54,7 @@ class _CommonReader(TorchCommonLoadStrategy):
 
 class _Planner(megatron_torch.MCoreLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """As its base, which reads with weights_only=False."""
+        """As the base class, but with weights_only=True."""
         name = read_item.dest_index.fqn
         set_element(
             self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True)

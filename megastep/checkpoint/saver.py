@@ -1,17 +1,18 @@
-"""Checkpoints: model, optimizer, schedule and random state through `megatron.core.dist_checkpointing`.
+"""Checkpoints: model, optimizer, schedule and random state through Megatron's dist_checkpointing.
 
     root/step_12.partial/    being written
-    root/step_12/            whole: megastep.json was written last and the folder renamed
-        megastep.json        step, layout, model shape, the size and SHA-256 of every file
-        loop.json            where the loop stands (loop_state.py)
-        hf/                  config.json and tokenizer, so that an export needs nothing else
-        *.distcp .metadata   tensors (torch_dist), independent of the layout that wrote them
+    root/step_12/            complete: megastep.json was written last, then the folder was renamed
+        megastep.json        step, parallel layout, model, size and SHA-256 of every file
+        loop.json            the loop's state (loop_state.py)
+        hf/                  config.json and tokenizer, so that an export needs no other folder
+        *.distcp .metadata   tensors (torch_dist), independent of the parallel layout
         common.pt            schedule, optimizer settings
 
-A killed save leaves only a `.partial` folder, which nobody reads; see `manifest.py` for what is refused, and
-`unpickle.py` for how pickles are read.
+A killed save leaves a `.partial` folder, which is never read. `manifest.py` rejects damaged
+checkpoints; `unpickle.py` reads pickles safely.
 
-Random state belongs to a layout: under another one the ranks start from the config's seed.
+Random state is restored under the same parallel layout only: under another one the ranks start from
+the config's seed.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from multiprocessing.managers import SyncManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -55,8 +56,9 @@ from megastep.errors import CheckpointError
 from megastep.weights.hf_files import copy_companions
 
 _FORMAT_OPTIONS = {
-    "non_homogeneous_layers": True,  # each layer under its own key, whatever the family
-    # Megatron's layout-independent optimizer format, gathered over gloo instead of on the devices.
+    "non_homogeneous_layers": True,  # one key per layer, in every model family
+    # Megatron's optimizer format that is independent of the parallel layout, gathered over gloo
+    # instead of on the devices.
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
@@ -64,16 +66,19 @@ _FORMAT_OPTIONS = {
 
 
 def _start_results_helper() -> None:
-    """filesystem_async.py:51 keeps a helper process for the results of a save; ours ends with a rank that is killed."""
+    """filesystem_async.py:51 keeps a helper process for the results of a save.
+
+    Ours exits with its rank if that is killed.
+    """
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
         manager.start(initializer=end_with_parent)
         filesystem_async._results_queue = manager.Queue()
-        filesystem_async._results_manager = manager  # it ends when nobody refers to it
+        filesystem_async._results_manager = manager  # exits when it is garbage-collected
 
 
 class Saver:
-    """Saves, at most one in the background."""
+    """Writes checkpoints, at most one in the background."""
 
     def __init__(self):
         self._queue: AsyncCallsQueue | None = None
@@ -84,13 +89,9 @@ class Saver:
         self.finish()
         final = Path(root) / f"step_{loop.step}"
         partial = final.with_suffix(".partial")
-        _together(
-            lambda: (
-                _begin(partial, worker.config.model.path, loop) if dist.get_rank() == 0 else None
-            )
-        )
+        _on_rank_0(lambda: _begin(partial, worker.config.model.path, loop))
         _start_results_helper()
-        manifest = describe(worker.arch, loop.step, _layout(worker), with_optimizer=True)
+        manifest = describe(worker.arch, loop.step, _parallel_layout(worker), with_optimizer=True)
         manifest["optimizer_steps"] = worker.step
         request = dist_checkpointing.save(
             _state(worker, loading=False), str(partial), async_sharded_save=in_background
@@ -98,25 +99,25 @@ class Saver:
         if not in_background:
             seal(partial, final, manifest, keep, hashed=lambda: _hash_own(partial))
             return
-        request, hashed = _hashing_too(request, partial)
+        request, hashed = _with_hashing(request, partial)
         request.add_finalize_fn(lambda: seal(partial, final, manifest, keep, hashed))
         self._queue = AsyncCallsQueue()
         self._queue.schedule_async_request(request)
 
     def seal_written(self) -> None:
-        """A save in the background whose files all ranks have written counts from now on. Nothing is waited for."""
+        """Complete a background save if all ranks have written their files; does not wait."""
         if self._queue is not None and self._queue.maybe_finalize_async_calls(blocking=False):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the background save."""
         if self._queue is not None:
             self._queue.maybe_finalize_async_calls(blocking=True)
             self._queue.close()
             self._queue = None
 
 
-def _layout(worker) -> dict:
+def _parallel_layout(worker) -> dict:
     return {"ranks": dist.get_world_size(), **asdict(worker.config.policy.parallel)}
 
 
@@ -128,30 +129,31 @@ def _begin(partial: Path, model: str, loop: LoopState) -> None:
 
 
 def _hash_own(partial: Path) -> dict[str, str]:
-    """What this rank has written is still in its node's page cache."""
-    return hash_files(partial, [path.name for path in partial.glob(f"__{dist.get_rank()}_*{DATA}")])
+    """Hash the files of this rank, which are still in its node's page cache."""
+    names = [path.name for path in partial.glob(f"__{dist.get_rank()}_*{DATA}")]
+    return hash_files(partial, names)
 
 
-def _hashing_too(
+def _with_hashing(
     request: AsyncRequest, partial: Path
 ) -> tuple[AsyncRequest, Callable[[], dict[str, str]]]:
-    """The request, whose process hashes what it wrote before it ends, and how to get the hashes from it.
+    """The request, whose process also hashes the files it wrote, and a function for the hashes.
 
-    A gigabyte takes most of a second, in which the rank would not train.
+    Hashing a gigabyte takes most of a second, in which the rank would not train.
     """
-    receiver, sender = multiprocessing.Pipe(
-        duplex=False
-    )  # a rank writes two files: their hashes fit into the pipe
+    # A rank writes two files: their hashes fit into the pipe's buffer.
+    receiver, sender = multiprocessing.Pipe(duplex=False)
 
     def write_and_hash(*arguments, **options) -> None:
         request.async_fn(*arguments, **options)
-        with contextlib.suppress(OSError):  # the rank reads again, and tells all others
+        # After an error the rank hashes again, and reports it to all ranks.
+        with contextlib.suppress(OSError):
             sender.send(_hash_own(partial))
 
     def hashed() -> dict[str, str]:
         return receiver.recv() if receiver.poll() else _hash_own(partial)
 
-    if request.async_fn is None:  # nothing for this rank to write
+    if request.async_fn is None:  # this rank has no tensors to write
         return request, dict
     return request._replace(async_fn=write_and_hash), hashed
 
@@ -159,30 +161,28 @@ def _hashing_too(
 def seal(
     partial: Path, final: Path, manifest: dict, keep: int, hashed: Callable[[], dict[str, str]]
 ) -> None:
-    """All ranks have written: name the files, give the folder its name, drop old ones.
+    """After all ranks have written: write the manifest, rename the folder, remove old checkpoints.
 
-    `hashed`: the hashes of the files that this rank wrote.
+    `hashed`: returns the hashes of the files that this rank wrote.
     """
-    own = _together(hashed)
-    parts: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
-    hashes = {name: value for part in parts for name, value in part.items()}
-    _together(
-        lambda: _publish(partial, final, manifest, keep, hashes) if dist.get_rank() == 0 else None
-    )
+    own_hashes = _on_all_ranks(hashed)
+    by_rank: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own_hashes)
+    hashes = {name: value for rank_hashes in by_rank for name, value in rank_hashes.items()}
+    _on_rank_0(lambda: _publish(partial, final, manifest, keep, hashes))
 
 
 def _publish(partial: Path, final: Path, manifest: dict, keep: int, hashes: dict[str, str]) -> None:
     write_manifest(partial, manifest, hashes)
-    shutil.rmtree(final, ignore_errors=True)  # the same step saved again
+    shutil.rmtree(final, ignore_errors=True)  # the same step was saved before
     os.replace(partial, final)
     for old in whole_checkpoints(final.parent)[:-keep]:
         shutil.rmtree(old)
 
 
 def load(folder: str | Path, worker) -> None:
-    manifest = _together(lambda: _checked_manifest(folder, worker))
-    with_random = manifest["layout"] == _layout(worker)
+    manifest = _on_all_ranks(lambda: _checked_manifest(folder, worker))
+    with_random = manifest["layout"] == _parallel_layout(worker)
     state = _state(
         worker, loading=True, with_optimizer=manifest["with_optimizer"], with_random=with_random
     )
@@ -193,7 +193,7 @@ def load(folder: str | Path, worker) -> None:
         _load_optimizer(worker, state)
         worker.scheduler.load_state_dict(state["scheduler"])
     else:
-        worker.optimizer.reload_model_params()  # master weights follow the loaded ones
+        worker.optimizer.reload_model_params()  # master weights from the loaded ones
     if with_random:
         _set_random_state(state["random"])
     worker.step = manifest.get("optimizer_steps", 0)
@@ -201,29 +201,36 @@ def load(folder: str | Path, worker) -> None:
 
 
 def _checked_manifest(folder: str | Path, worker) -> dict:
-    """Each rank hashes as many of the data files as any other."""
+    """The ranks divide the data files among them for hashing."""
     manifest = read_manifest(folder)
     check_same_model(folder, manifest["model"], worker.arch.hf)
-    check_intact(folder, manifest, data_files(manifest)[dist.get_rank() :: dist.get_world_size()])
+    own_files = data_files(manifest)[dist.get_rank() :: dist.get_world_size()]
+    check_intact(folder, manifest, own_files)
     return manifest
 
 
-def _together(act: Callable[[], Any]) -> Any:
-    """What `act` returns. What one rank refuses or cannot do ends all: nobody waits for a rank that has ended."""
-    result = problem = None
+def _on_all_ranks(act: Callable[[], Any]) -> Any:
+    """The result of `act`. An error of one rank is raised on all, so that none waits for it."""
+    result = None
+    own_error = None
     try:
         result = act()
     except (CheckpointError, OSError) as error:
-        problem = error
-    problems: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for found in problems:
+        own_error = error
+    errors: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, own_error)
+    for found in errors:
         if found is not None:
             raise found
     return result
 
 
-# ---------------------------------------------------------------- what is in it
+def _on_rank_0(act: Callable[[], None]) -> None:
+    """Run `act` on rank 0; its error is raised on all ranks."""
+    _on_all_ranks(lambda: act() if dist.get_rank() == 0 else None)
+
+
+# ---------------------------------------------------------------- contents
 
 
 def _unwrapped(worker) -> list:
@@ -234,9 +241,9 @@ def _unwrapped(worker) -> list:
 
 
 def model_state(model) -> dict:
-    """Where each parameter of a GPTModel belongs in the checkpoint.
+    """The sharded state of a GPTModel.
 
-    Left out: `_extra_state`, which Transformer Engine's fp8 would need and nothing else fills.
+    Without `_extra_state`, which only Transformer Engine's fp8 would need.
     """
     state = model.sharded_state_dict(metadata=_metadata())
     return {name: sharded for name, sharded in state.items() if not name.endswith("_extra_state")}
@@ -253,7 +260,9 @@ def _load_weights(model, state: dict) -> None:
 
 
 def _state(worker, loading: bool, with_optimizer: bool = True, with_random: bool = True) -> dict:
-    state = {f"model{i}": model_state(chunk) for i, chunk in enumerate(_unwrapped(worker))}
+    state: dict[str, Any] = {
+        f"model{i}": model_state(chunk) for i, chunk in enumerate(_unwrapped(worker))
+    }
     if with_optimizer:
         model = dict(state)
         for i, part in enumerate(worker.optimizer.chained_optimizers):
@@ -268,9 +277,10 @@ def _state(worker, loading: bool, with_optimizer: bool = True, with_random: bool
 
 
 def _load_optimizer(worker, state: dict) -> None:
-    """Layouts differ in how many optimizers Megatron chains (experts may have their own).
+    """Load Adam's tensors and step; the settings are those of the config.
 
-    The tensors have keys that do not show it; of the rest only Adam's step is state, the settings are the config's.
+    Parallel layouts differ in how many optimizers Megatron chains (experts may have their own); the
+    keys of the tensors do not depend on it.
     """
     for i, part in enumerate(worker.optimizer.chained_optimizers):
         settings = part.state_dict()
@@ -287,13 +297,12 @@ def _load_optimizer(worker, state: dict) -> None:
 
 
 def _adam_step(worker) -> int:
-    """Updates that were applied: `worker.step` counts those that were skipped too."""
-    groups = [
-        g
-        for part in worker.optimizer.chained_optimizers
-        for g in part.state_dict()["optimizer"]["param_groups"]
-    ]
-    return int(max(group.get("step") or 0 for group in groups))
+    """Optimizer steps applied; `worker.step` also counts skipped ones."""
+    steps = []
+    for part in worker.optimizer.chained_optimizers:
+        groups = part.state_dict()["optimizer"]["param_groups"]
+        steps += [group.get("step") or 0 for group in groups]
+    return int(max(steps))
 
 
 def _random_state() -> dict:
@@ -307,8 +316,8 @@ def _random_state() -> dict:
 
 
 def _plain_numpy_state() -> tuple:
-    """Without an array: numpy's pickles name functions, and a checkpoint's may not."""
-    name, keys, *rest = np.random.get_state()
+    """Without an array: the pickle of one refers to functions, which unpickle.py rejects."""
+    name, keys, *rest = cast(tuple, np.random.get_state())
     return name, keys.tolist(), *rest
 
 

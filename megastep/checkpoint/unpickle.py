@@ -1,17 +1,20 @@
-"""Reads the pickles of a checkpoint without running what they name: a foreign checkpoint is data, never code.
+"""Reads the pickles of a checkpoint without executing them: a foreign checkpoint is data, not code.
 
-    .metadata       a pickle. `pickle.load` of torch.distributed.checkpoint is replaced by `read_metadata`, which knows
-                    only that package's own records and refuses every other name
+    .metadata       a pickle; `read_metadata`, which allows only the records of
+                    torch.distributed.checkpoint, replaces that package's `pickle.load`
     common.pt       written by torch.save, read with weights_only=True
-    __N_M.distcp    one torch.save per tensor and per object (the random state); both read with weights_only=True
+    __N_M.distcp    one torch.save per tensor and per object (the random state), read with
+                    weights_only=True
 
-megatron_load.py makes Megatron read so. No Megatron here: the driver asks before any rank starts.
+megatron_load.py makes Megatron use these readers. No Megatron here: the driver checks a checkpoint
+before any rank starts.
 """
 
 import io
 import math
 import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
@@ -25,13 +28,11 @@ from torch.distributed.checkpoint.metadata import (
 from megastep.checkpoint.manifest import DATA, read_object
 from megastep.errors import CheckpointError
 
-METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
-_DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-)  # of weights and of the optimizer's state
+METADATA = ".metadata"
+BACKEND = "metadata.json"
+COMMON = "common.pt"
+# Of weights and of the optimizer's state.
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _RECORDS = (
     metadata.BytesStorageMetadata,
     metadata.ChunkStorageMetadata,
@@ -63,16 +64,19 @@ class _Unpickler(pickle.Unpickler):
         found = _ALLOWED.get((module, name))
         if found is None:
             raise pickle.UnpicklingError(
-                f"names {module}.{name}, which no checkpoint of megastep does"
+                f"refers to {module}.{name}, which is not allowed in a checkpoint"
             )
         return found
 
 
 def check_no_code(folder: str | Path) -> None:
-    """Read what is small and not tensors, before any process starts. Tensors are read by the ranks, equally safe."""
+    """Read everything but the tensors, before any process starts.
+
+    The ranks read the tensors, with weights_only=True.
+    """
     folder = Path(folder)
     if not (folder / METADATA).is_file():
-        return  # the manifest names what must be there; a folder without tensors has nothing to unpickle
+        return  # no tensors: nothing to unpickle. The manifest lists the required files.
     backend = read_object(folder / BACKEND).get("sharded_backend")
     if backend != "torch_dist":
         raise CheckpointError(
@@ -101,9 +105,12 @@ def read_metadata(folder: str | Path) -> Metadata:
     return found
 
 
-def _check_types(found: object, folder: Path) -> None:
-    """What the libraries rely on. Offsets and names from outside must not lead out of the checkpoint, and what is
-    described is stored: a part that is not would be filled with whatever was in memory."""
+def _check_types(found: Any, folder: Path) -> None:
+    """Check the metadata that the libraries rely on.
+
+    File names and offsets must stay inside the checkpoint. Everything described must be stored:
+    a missing part would be filled with uninitialized memory.
+    """
     path = folder / METADATA
     if (
         type(found) is not Metadata
@@ -112,53 +119,57 @@ def _check_types(found: object, folder: Path) -> None:
     ):
         raise CheckpointError(f"{path}: not the metadata of a checkpoint")
     for key, stored in found.state_dict_metadata.items():
-        if type(key) is not str or type(stored) not in (
-            TensorStorageMetadata,
-            BytesStorageMetadata,
-        ):
-            raise CheckpointError(f"{path}: {key!r:.80} is neither a tensor nor an object")
-        offsets = [None]  # an object is stored in one piece
-        if type(stored) is TensorStorageMetadata:
-            _check_tensor(key, stored, path)
-            offsets = [chunk.offsets for chunk in stored.chunks]
-        if any(metadata.MetadataIndex(key, offset) not in found.storage_data for offset in offsets):
-            raise CheckpointError(
-                f"{path}: {key!r:.80} is described and not stored, or not all of it"
-            )
-    sizes: dict[str, int] = {}
+        _check_described(key, stored, found.storage_data, path)
+    sizes: dict[str, int] = {}  # of the data files; -1: missing
     for index, place in found.storage_data.items():
-        name, begin, length = place.relative_path, place.offset, place.length
         if type(index) is not metadata.MetadataIndex or index.fqn not in found.state_dict_metadata:
-            raise CheckpointError(f"{path}: {index!r:.80} is stored and not described")
-        if type(name) is not str or Path(name).name != name or not name.endswith(DATA):
-            raise CheckpointError(f"{path}: {name!r:.80} is no data file of this checkpoint")
-        if name not in sizes:
-            sizes[name] = (folder / name).stat().st_size if (folder / name).is_file() else -1
-        if (
-            type(begin) is not int
-            or type(length) is not int
-            or not 0 <= begin <= begin + length <= sizes[name]
-        ):
-            raise CheckpointError(f"{path}: {index.fqn:.80} lies outside of {name}")
-        if place.transform_descriptors:
-            raise CheckpointError(
-                f"{path}: {index.fqn:.80} is stored by an extension, which megastep never uses"
-            )
+            raise CheckpointError(f"{path}: {index!r:.80} is stored but not described")
+        _check_stored(index.fqn, place, folder, sizes)
+
+
+def _check_described(key: object, stored: Any, storage_data: dict, path: Path) -> None:
+    """A tensor or an object, all parts of which are stored."""
+    kinds = (TensorStorageMetadata, BytesStorageMetadata)
+    if type(key) is not str or type(stored) not in kinds:
+        raise CheckpointError(f"{path}: {key!r:.80} is neither a tensor nor an object")
+    offsets = [None]  # an object is stored in one part
+    if type(stored) is TensorStorageMetadata:
+        _check_tensor(key, stored, path)
+        offsets = [chunk.offsets for chunk in stored.chunks]
+    if any(metadata.MetadataIndex(key, offset) not in storage_data for offset in offsets):
+        raise CheckpointError(f"{path}: {key!r:.80} is described but not completely stored")
+
+
+def _check_stored(
+    key: str, place: filesystem._StorageInfo, folder: Path, sizes: dict[str, int]
+) -> None:
+    """A range of bytes inside a data file. `sizes` caches the sizes of the files."""
+    path = folder / METADATA
+    name = place.relative_path
+    if type(name) is not str or Path(name).name != name or not name.endswith(DATA):
+        raise CheckpointError(f"{path}: {name!r:.80} is not a data file of this checkpoint")
+    if name not in sizes:
+        sizes[name] = (folder / name).stat().st_size if (folder / name).is_file() else -1
+    begin = place.offset
+    length = place.length
+    are_ints = type(begin) is int and type(length) is int
+    if not are_ints or not 0 <= begin <= begin + length <= sizes[name]:
+        raise CheckpointError(f"{path}: {key:.80} lies outside of {name}")
+    if place.transform_descriptors:
+        raise CheckpointError(
+            f"{path}: {key:.80} is stored by an extension, which megastep does not use"
+        )
 
 
 def _check_tensor(key: str, stored: TensorStorageMetadata, path: Path) -> None:
-    shapes = [stored.size] + [
-        size for chunk in stored.chunks for size in (chunk.offsets, chunk.sizes)
-    ]
-    if (
-        any(type(shape) is not torch.Size for shape in shapes)
-        or type(stored.properties.dtype) is not torch.dtype
-    ):
+    shapes = [stored.size]
+    for chunk in stored.chunks:
+        shapes += [chunk.offsets, chunk.sizes]
+    dtype = stored.properties.dtype
+    if any(type(shape) is not torch.Size for shape in shapes) or type(dtype) is not torch.dtype:
         raise CheckpointError(f"{path}: {key!r:.80} has no shape or no dtype")
-    if stored.properties.dtype not in _DTYPES:
-        raise CheckpointError(
-            f"{path}: {key!r:.80} is of {stored.properties.dtype}, must be of a floating-point dtype"
-        )
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"{path}: {key!r:.80} is {dtype}, must be a floating-point dtype")
     if not _covers(stored.size, stored.chunks):
         raise CheckpointError(
             f"{path}: the chunks of {key!r:.80} do not cover its shape {list(stored.size)!s:.80} "
@@ -167,30 +178,30 @@ def _check_tensor(key: str, stored: TensorStorageMetadata, path: Path) -> None:
 
 
 def _covers(size: torch.Size, chunks: list[metadata.ChunkStorageMetadata]) -> bool:
-    """Whether the chunks are the cells of a grid over the tensor, each cell once. Ranks cut tensors in no other way.
+    """Whether the chunks are the cells of a grid over the tensor, each once, as ranks shard it.
 
-    The grid's lines are the offsets of the chunks: a chunk that ends at the next line of every dimension overlaps no
-    chunk of another offset, and then as many chunks as the grid has cells leave no hole. Linear in the chunks.
+    The grid's lines are the offsets of the chunks. A chunk that ends at the next line of every
+    dimension overlaps no chunk of another offset; as many distinct chunks as the grid has cells
+    then leave no hole. Linear in the chunks.
     """
     if any(len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size) for chunk in chunks):
         return False
-    ends = []  # of each dimension: where a cell that begins at an offset ends
+    ends = []  # of each dimension: the end of the cell that begins at an offset
     for dimension, length in enumerate(size):
         lines = sorted({chunk.offsets[dimension] for chunk in chunks})
         if not lines or lines[0] != 0 or lines[-1] > length:
             return False
         ends.append(dict(zip(lines, [*lines[1:], length], strict=True)))
     for chunk in chunks:
-        reached = [
-            offset + extent for offset, extent in zip(chunk.offsets, chunk.sizes, strict=True)
-        ]
-        if reached != [ends[dimension][offset] for dimension, offset in enumerate(chunk.offsets)]:
-            return False
-    return len({chunk.offsets for chunk in chunks}) == len(chunks) == math.prod(map(len, ends))
+        for offset, extent, end_of in zip(chunk.offsets, chunk.sizes, ends, strict=True):
+            if offset + extent != end_of[offset]:
+                return False
+    cells = math.prod(map(len, ends))
+    return len({chunk.offsets for chunk in chunks}) == len(chunks) == cells
 
 
 def load_plain(source: Path | io.BytesIO, path: Path):
-    """What torch.save wrote, of tensors and plain types; `path` is named where it cannot be read."""
+    """A torch.save of tensors and plain types; errors name `path`."""
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -200,16 +211,16 @@ def load_plain(source: Path | io.BytesIO, path: Path):
 
 
 def first_line(error: BaseException) -> str:
-    """Torch's own words about a refused pickle are a page of advice on how to read it all the same."""
+    """The line of a torch error that names the problem; the rest is advice on unsafe loading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = next(
-        (line for line in lines if "GLOBAL" in line), lines[0] if lines else type(error).__name__
-    )
+    if not lines:
+        return type(error).__name__[:200]
+    named = next((line for line in lines if "GLOBAL" in line), lines[0])
     return named[:200]
 
 
 class CheckedReader(filesystem.FileSystemReader):
-    """torch.distributed.checkpoint's reader; tensors it reads with weights_only=True itself."""
+    """torch.distributed.checkpoint's reader, which reads tensors with weights_only=True."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)

@@ -1,8 +1,8 @@
-"""`megastep import` and `megastep export`: Hugging Face weights ↔ checkpoints. tools/convert_ckpt.py is the same.
+"""`megastep import` and `megastep export`: Hugging Face weights ↔ checkpoints.
 
-Both stream: memory stays near one shard of the Hugging Face folder, whatever the size of the model. The result is
-written next to its destination and renamed, so an interrupted conversion leaves nothing behind. A checkpoint may have
-been written under any parallel layout; the export holds what `transformers` and vLLM load.
+Both stream: memory stays near one shard of the Hugging Face folder, at any model size. The result
+is written next to its destination and renamed, so an interrupted conversion leaves nothing behind.
+A checkpoint may have any parallel layout; transformers and vLLM load the export.
 """
 
 import argparse
@@ -16,12 +16,13 @@ from megastep.config import paths
 
 
 def add_commands(commands) -> None:
-    """`import` and `export`, as subcommands of an argparse parser."""
+    """Add `import` and `export` to the subcommands of an argparse parser."""
     sub = commands.add_parser(
         "import",
         help="Hugging Face folder → checkpoint",
         epilog="example: megastep import HF_FOLDER imported",
-        description="Write HF_FOLDER as a checkpoint of step 0, without optimizer state: run.resume=CHECKPOINT.",
+        description="Write HF_FOLDER as a checkpoint of training step 0, without optimizer state. "
+        "Train from it with run.resume=CHECKPOINT.",
     )
     sub.add_argument("source", metavar="HF_FOLDER", help="config.json, tokenizer and safetensors")
     sub.add_argument("destination", metavar="CHECKPOINT", help="a new folder")
@@ -30,7 +31,7 @@ def add_commands(commands) -> None:
         "export",
         help="checkpoint → Hugging Face folder",
         epilog="example: megastep export runs/NAME/checkpoints/step_100 HF_FOLDER",
-        description="Write a checkpoint as a Hugging Face folder, which transformers and vLLM load.",
+        description="Write a checkpoint as a Hugging Face folder for transformers and vLLM.",
     )
     sub.add_argument("source", metavar="CHECKPOINT", help="such as runs/NAME/checkpoints/step_100")
     sub.add_argument("destination", metavar="HF_FOLDER", help="a new folder")
@@ -41,6 +42,7 @@ def add_commands(commands) -> None:
 
 
 def size(text: str) -> int:
+    """Bytes of a size such as 500MB or 5GB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB)", text.strip(), re.IGNORECASE)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
@@ -48,14 +50,12 @@ def size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert; the exit code is that of `megastep`."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # a matter of files and memory: no device is needed or touched
-    )
+    """Convert; returns the exit code."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the conversion runs on the CPU
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         _convert(args)
-    except ValueError as error:  # ArchitectureError, WeightsError, CheckpointError: each one line
+    except ValueError as error:  # ArchitectureError, WeightsError, CheckpointError
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -82,13 +82,13 @@ def _convert(args: argparse.Namespace) -> None:
     from megastep.models.architecture import read_architecture
     from megastep.weights.hf_files import check_empty
 
-    signals.has_started()  # there will be files to remove
+    signals.has_started()  # from here on there are files to remove
     check_empty(args.destination)
-    config = args.source
+    model_folder = Path(args.source)
     if args.direction == "export":
         read_manifest(args.source)
-        config = Path(args.source) / HF
-    total = offline.parameter_count(read_architecture(config))
+        model_folder = Path(args.source) / HF
+    total = offline.parameter_count(read_architecture(model_folder))
     with tqdm(total=total, unit="parameter", desc=args.direction) as bar:
         if args.direction == "import":
             offline.import_hf(args.source, args.destination, bar.update)

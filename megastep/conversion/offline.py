@@ -1,12 +1,14 @@
 """A Hugging Face folder ↔ a Megatron checkpoint, in one process, without holding the model.
 
-    import    HF shard ─ one parameter at a time ─► torch_dist file       memory: one HF shard mapped, one file
-    export    torch_dist files ─ one parameter at a time ─► HF shard      memory: one HF shard, twice while written
+    import    HF shard ─ one parameter at a time ─► torch_dist file
+              memory: one HF shard mapped, one torch_dist file
+    export    torch_dist files ─ one parameter at a time ─► HF shard
+              memory: one HF shard, twice while it is written
 
-The model is built on the meta device and asked, as in training, for its `sharded_state_dict`: that gives each
-parameter's key and place in the checkpoint. The conversion tables give its content. `torch.distributed.checkpoint`
-asks its planner for a tensor when it is about to write it, which is where the content is made, and for the place
-of one that it has read, which is a part of the parameter.
+The `sharded_state_dict` of a model on the meta device gives each parameter's key and place in the
+checkpoint, `weights/mapping.py` its content. `torch.distributed.checkpoint` requests each tensor
+from a planner just before writing it: there its content is computed. When reading, it requests the
+target of each tensor from a planner: a part of the parameter.
 """
 
 import dataclasses
@@ -40,30 +42,37 @@ from megastep.checkpoint import manifest, saver
 from megastep.checkpoint.unpickle import CheckedReader, check_no_code, first_line
 from megastep.config import PolicyConfig
 from megastep.distributed import parallel
+from megastep.errors import CheckpointError
 from megastep.models.architecture import Architecture, read_architecture
 from megastep.policy.model import build_model
-from megastep.weights.hf_files import HFReader, copy_companions, write_shards, written_beside
-from megastep.weights.mapping import Row, check_shape, from_megatron, rows_of, to_megatron
+from megastep.weights.hf_files import HFReader, copy_companions, write_shards, written_atomically
+from megastep.weights.mapping import (
+    ParamMapping,
+    check_shape,
+    from_megatron,
+    param_mappings,
+    to_megatron,
+)
 from megastep.weights.megatron import global_name
 
-FILE_BYTES = 256 * 2**20  # of a checkpoint that import_hf writes
-Progress = Callable[[int], None]  # called with the number of parameters done since the last call
+FILE_BYTES = 256 * 2**20  # of a torch_dist file of import_hf
+Progress = Callable[[int], None]  # called with the number of parameters since the last call
 
 
 def parameter_count(arch: Architecture) -> int:
-    """How many parameters a conversion reports to its progress callback."""
-    return sum(not row.is_copy for row in rows_of(arch).values())
+    """The total that a conversion reports to its progress callback."""
+    return sum(not mapping.is_copy for mapping in param_mappings(arch).values())
 
 
 def import_hf(
     source: str | Path, destination: str | Path, progress: Progress = lambda n: None
 ) -> None:
-    """Write the weights of a Hugging Face folder as a checkpoint of step 0, without optimizer state."""
+    """Write a Hugging Face folder as a checkpoint of training step 0, without optimizer state."""
     arch = read_architecture(source)
     reader = HFReader(source)
-    with written_beside(destination) as folder, parallel.alone():
+    with written_atomically(destination) as folder, parallel.alone():
         _stream(folder, _StreamingPlanner(_sharded_parameters(arch), reader, arch, progress))
-        torch.save({}, folder / "common.pt")  # Megatron looks for it, empty or not
+        torch.save({}, folder / "common.pt")  # Megatron requires the file
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
         copy_companions(source, folder / manifest.HF)
         manifest.write_manifest(
@@ -77,34 +86,34 @@ def export_hf(
     shard_bytes: int,
     progress: Progress = lambda n: None,
 ) -> None:
-    """Write a checkpoint's weights as a Hugging Face folder, with the config and tokenizer kept beside them."""
-    described = manifest.read_manifest(source)
+    """Write a checkpoint as a Hugging Face folder, with its config and tokenizer."""
+    description = manifest.read_manifest(source)
     arch = read_architecture(Path(source) / manifest.HF)
     check_no_code(source)
-    manifest.check_intact(source, described, manifest.data_files(described))
-    with written_beside(destination) as folder, parallel.alone():
+    manifest.check_intact(source, description, manifest.data_files(description))
+    with written_atomically(destination) as folder, parallel.alone():
         copy_companions(Path(source) / manifest.HF, folder)
         write_shards(folder, _stored_tensors(source, arch, progress), shard_bytes)
 
 
-def _sharded_parameters(arch: Architecture) -> dict[Row, ShardedTensor | ShardedTensorFactory]:
-    """Every parameter's row and place in a checkpoint; the data is on the meta device."""
+def _sharded_parameters(
+    arch: Architecture,
+) -> dict[ParamMapping, ShardedTensor | ShardedTensorFactory]:
+    """Every parameter's mapping and place in a checkpoint; the data is on the meta device."""
     with torch.device("meta"):
         (model,) = build_model(arch, PolicyConfig())
-    rows = rows_of(arch)
+    mappings = param_mappings(arch)
     state = saver.model_state(model)
-    return {rows[global_name(name, model, arch)]: sharded for name, sharded in state.items()}
+    return {mappings[global_name(name, model, arch)]: sharded for name, sharded in state.items()}
 
 
 def _stream(folder: Path, planner: "_StreamingPlanner") -> None:
-    """The protocol of `dcp.save`, file by file: the writer lets go of tensors only when it closes their file.
+    """The protocol of `dcp.save`, file by file: the writer frees tensors when it closes their file.
 
     Each file is planned as if another rank wrote it.
     """
     writer = dcp.FileSystemWriter(folder, thread_count=1)
-    writer.storage_meta = (
-        StorageMeta  # an empty one: the folder's name here and now is nobody's business
-    )
+    writer.storage_meta = StorageMeta  # empty: without the name of the temporary folder
     writer.set_up_storage_writer(is_coordinator=True)
     plans, metadata = planner.create_global_plan([SavePlan(items) for items in planner.files()])
     results = [
@@ -114,17 +123,22 @@ def _stream(folder: Path, planner: "_StreamingPlanner") -> None:
 
 
 class _StreamingPlanner(dcp.DefaultSavePlanner):
-    """Plans the whole model; makes a parameter when its bytes are asked for and forgets it with the next one."""
+    """Plans the whole model; computes a parameter when it is written, and holds one at a time."""
 
     def __init__(self, sharded: dict, reader: HFReader, arch: Architecture, progress: Progress):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.sharded, self.reader, self.arch, self.progress = sharded, reader, arch, progress
-        self.row_of: dict[MetadataIndex, Row] = {}
-        self.made: tuple[Row | None, dict] = (None, {})
+        self.sharded = sharded
+        self.reader = reader
+        self.arch = arch
+        self.progress = progress
+        self.mapping_of: dict[MetadataIndex, ParamMapping] = {}
+        self.current: ParamMapping | None = None
+        self.tensors: dict[MetadataIndex, Tensor] = {}  # of the current parameter
 
     def files(self) -> list[list[WriteItem]]:
-        """What goes into each file."""
-        files, size = [[]], 0
+        """The items of each file."""
+        files: list[list[WriteItem]] = [[]]
+        size = 0
         for item, nbytes in self._items():
             if files[-1] and size + nbytes > FILE_BYTES:
                 files.append([])
@@ -134,56 +148,63 @@ class _StreamingPlanner(dcp.DefaultSavePlanner):
         return files
 
     def _items(self) -> Iterator[tuple[WriteItem, int]]:
-        for row, sharded in self.sharded.items():
-            # A missing or misshapen tensor must end the conversion before hours of it are done.
-            dtype = self.reader.dtype(row.hf[0][0])
-            for name, shape in row.hf:
+        for mapping, sharded in self.sharded.items():
+            # Check every tensor before the conversion, which may take hours.
+            dtype = self.reader.dtype(mapping.hf[0][0])
+            for name, shape in mapping.hf:
                 check_shape(name, self.reader.shape(name), shape)
-            for piece in _pieces(sharded, sharded.data):
-                item = _write_item(piece, dtype)
-                self.row_of[item.index] = row
-                yield item, piece.data.numel() * dtype.itemsize
+            for stored in _stored_parts(sharded, sharded.data):
+                item = _write_item(stored, dtype)
+                self.mapping_of[item.index] = mapping
+                yield item, stored.data.numel() * dtype.itemsize
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        row = self.row_of[write_item.index]
-        if self.made[0] is not row:
-            self.made = (None, {})  # let go before making the next
-            data = to_megatron(row, self.reader, self.arch)
-            pieces = _pieces(self.sharded[row], data)
-            # Copies, for the writer keeps them until it closes the file: views would keep whole HF shards mapped.
-            self.made = (
-                row,
-                {_index(piece): _with_prepended_axes(piece).clone() for piece in pieces},
-            )
+        mapping = self.mapping_of[write_item.index]
+        if self.current is not mapping:
+            self._compute(mapping)
             self.progress(1)
-        return self.made[1][write_item.index]
+        return self.tensors[write_item.index]
+
+    def _compute(self, mapping: ParamMapping) -> None:
+        self.current = None
+        self.tensors = {}  # free the previous parameter first
+        data = to_megatron(mapping, self.reader, self.arch)
+        # Clones: the writer keeps them until it closes the file, and views would keep HF shards
+        # mapped.
+        self.tensors = {
+            _index(stored): _with_prepended_axes(stored).clone()
+            for stored in _stored_parts(self.sharded[mapping], data)
+        }
+        self.current = mapping
 
 
-def _pieces(sharded: ShardedTensor | ShardedTensorFactory, data: Tensor) -> list[ShardedTensor]:
-    """A parameter as the checkpoint stores it: a gated layer in two pieces, others in one."""
+def _stored_parts(
+    sharded: ShardedTensor | ShardedTensorFactory, data: Tensor
+) -> list[ShardedTensor]:
+    """A parameter as a checkpoint stores it: a gated layer as two tensors, others as one."""
     if isinstance(sharded, ShardedTensorFactory):
         built = dataclasses.replace(sharded, data=data).build()
         return built if isinstance(built, list) else list(built.values())
     return [dataclasses.replace(sharded, data=data, dtype=data.dtype)]
 
 
-def _index(piece: ShardedTensor) -> MetadataIndex:
-    return MetadataIndex(piece.key, torch.Size(piece.global_offset))
+def _index(stored: ShardedTensor) -> MetadataIndex:
+    return MetadataIndex(stored.key, torch.Size(stored.global_offset))
 
 
-def _with_prepended_axes(piece: ShardedTensor) -> Tensor:
-    return piece.data.reshape((1,) * piece.prepend_axis_num + tuple(piece.local_shape))
+def _with_prepended_axes(stored: ShardedTensor) -> Tensor:
+    return stored.data.reshape((1,) * stored.prepend_axis_num + tuple(stored.local_shape))
 
 
-def _write_item(piece: ShardedTensor, dtype: torch.dtype) -> WriteItem:
-    sizes = torch.Size((1,) * piece.prepend_axis_num + tuple(piece.local_shape))
+def _write_item(stored: ShardedTensor, dtype: torch.dtype) -> WriteItem:
+    sizes = torch.Size((1,) * stored.prepend_axis_num + tuple(stored.local_shape))
     return WriteItem(
-        index=_index(piece),
+        index=_index(stored),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(torch.Size(piece.global_offset), sizes),
+            chunk=ChunkStorageMetadata(torch.Size(stored.global_offset), sizes),
             properties=TensorProperties(dtype=dtype),
-            size=torch.Size(piece.global_shape),
+            size=torch.Size(stored.global_shape),
         ),
     )
 
@@ -195,41 +216,43 @@ def _stored_tensors(
     reader = CheckedReader(source)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    for row, sharded in _sharded_parameters(arch).items():
-        for piece in _pieces(sharded, sharded.data):
-            key = piece.key
-            stored = metadata.state_dict_metadata.get(key)
-            if not isinstance(stored, TensorStorageMetadata) or stored.size != torch.Size(
-                piece.global_shape
-            ):
-                raise manifest.CheckpointError(
-                    f"{source}: {key} is not there, or not of shape {piece.global_shape}"
-                )
-        data = torch.empty(
-            sharded.data.shape, dtype=metadata.state_dict_metadata[key].properties.dtype
-        )
+    for mapping, sharded in _sharded_parameters(arch).items():
+        parts = _stored_parts(sharded, sharded.data)
+        for part in parts:
+            _check_stored(part, metadata, source)
+        key = parts[-1].key
+        dtype = metadata.state_dict_metadata[key].properties.dtype
+        data = torch.empty(sharded.data.shape, dtype=dtype)
         try:
-            reader.read_data(*_read_plan(_pieces(sharded, data), metadata))
+            reader.read_data(*_read_plan(_stored_parts(sharded, data), metadata))
         except OSError:
             raise
-        except Exception as error:  # a tensor of another shape, or none, raises almost anything
-            raise manifest.CheckpointError(
-                f"{source}: {key}: not readable: {first_line(error)}"
-            ) from error
-        yield from from_megatron(row, [data], arch)
+        except Exception as error:  # damaged files raise almost any type
+            raise CheckpointError(f"{source}: {key}: not readable: {first_line(error)}") from error
+        yield from from_megatron(mapping, [data], arch)
         progress(1)
 
 
+def _check_stored(part: ShardedTensor, metadata: Metadata, source: str | Path) -> None:
+    stored = metadata.state_dict_metadata.get(part.key)
+    shape = torch.Size(part.global_shape)
+    if not isinstance(stored, TensorStorageMetadata) or stored.size != shape:
+        raise CheckpointError(
+            f"{source}: {part.key} is missing, or not of shape {part.global_shape}"
+        )
+
+
 def _read_plan(
-    pieces: list[ShardedTensor], metadata: Metadata
+    parts: list[ShardedTensor], metadata: Metadata
 ) -> tuple[LoadPlan, dcp.DefaultLoadPlanner]:
-    """What to read for these pieces, however the checkpoint is cut; the pieces are filled in place."""
-    items, targets = [], {}
-    for piece in pieces:
-        target = _with_prepended_axes(piece)
-        chunk = ChunkStorageMetadata(torch.Size(piece.global_offset), target.shape)
+    """A plan that fills these parts in place, however the checkpoint is sharded."""
+    items = []
+    targets = {}
+    for part in parts:
+        target = _with_prepended_axes(part)
+        chunk = ChunkStorageMetadata(torch.Size(part.global_offset), target.shape)
         for item in create_read_items_for_chunk_list(
-            piece.key, metadata.state_dict_metadata[piece.key], [chunk]
+            part.key, metadata.state_dict_metadata[part.key], [chunk]
         ):
             items.append(item)
             targets[item] = target

@@ -1,7 +1,7 @@
-"""AMX, the matrix unit of recent Intel CPUs, stays off unless it is asked for.
+"""AMX, the matrix unit of recent Intel CPUs, is off by default.
 
-Some virtual machines announce AMX and end the process with SIGILL at the first bf16 product. On
-others set ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX to use it.
+Some virtual machines report AMX and kill the process with SIGILL at the first bf16 product. Set
+ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX to use it on others.
 """
 
 import os
@@ -16,7 +16,7 @@ def avoid_amx() -> None:
 
 
 def hide_amx_from_vllm() -> None:
-    """vLLM's own kernels ask torch for AMX and ignore oneDNN's setting."""
+    """vLLM's kernels query torch for AMX and ignore oneDNN's setting."""
     import torch
 
     if "AMX" not in os.environ.get(VARIABLE, "AMX"):

@@ -1,18 +1,18 @@
-"""What lets Megatron-Core 0.16 run on gloo, on a machine without CUDA.
+"""Patches that let Megatron-Core 0.16 run on gloo, on a machine without CUDA.
 
-Megatron-Core names CUDA in a few dozen places that have nothing to do with kernels: "the device of
-this rank", "wait for the stream", "the generator that dropout uses". On a CPU each has an obvious
-meaning, and `install()` supplies it:
+Megatron-Core refers to CUDA in a few dozen places that have nothing to do with kernels: the device
+of this rank, stream synchronization, the generator of dropout. Each has an obvious meaning on a
+CPU, which `install()` supplies:
 
-    torch, as Megatron's modules see it   a copy of the module whose `cuda` answers for the CPU and
-                                          whose factories read `device="cuda"` as the CPU
-    Tensor.cuda                           returns the tensor, as it is where it should be
-    a handful of functions                replaced one by one, each with the line it answers
+    torch, as Megatron's modules see it   a copy of the module whose `cuda` describes the CPU and
+                                          whose factories treat `device="cuda"` as the CPU
+    Tensor.cuda                           returns the tensor itself
+    a few functions                       replaced one by one, each with its place in Megatron
 
-The real `torch` module is not touched, so libraries beside Megatron see what they always saw (except for
-`Tensor.cuda`, which raised). With CUDA present `install()` does nothing at all.
+The real `torch` module is unchanged for all other libraries, except for `Tensor.cuda`, which would
+raise. With CUDA present `install()` does nothing.
 
-Call it before a Megatron model is built; it can be called again at no cost.
+Call it before a Megatron model is built; further calls have no effect.
 """
 
 import contextlib
@@ -38,19 +38,20 @@ _FACTORIES = (
 
 
 def install() -> bool:
-    """Apply the stand-ins if there is no CUDA. Returns whether they are in force."""
+    """Apply the patches if there is no CUDA. Returns whether they are active."""
     if torch.cuda.is_available():
         return False
     avoid_amx()
     _run_fused_functions_eagerly()
-    _import_what_is_patched()
+    _import_patched_modules()
     _patch_random_state()
     _patch_moe()
     _patch_uneven_collectives()
     _patch_optimizer_type_names()
     _patch_torch_adam_loading()
     _show_cpu_torch_to_megatron()
-    # language_module.py:244 (second copy of a tied embedding), exchange_utils.py:336: methods, which no view covers.
+    # language_module.py:244 (second copy of a tied embedding), exchange_utils.py:336: calls of the
+    # method, which the copied module does not cover.
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
     return True
 
@@ -65,8 +66,8 @@ def _run_fused_functions_eagerly() -> None:
     torch._dynamo.config.disable = True
 
 
-def _import_what_is_patched() -> None:
-    """Megatron imports some modules late; they must be loaded before they can be given our torch."""
+def _import_patched_modules() -> None:
+    """Megatron imports some modules late; they must be loaded before they can be patched."""
     import megatron.core.dist_checkpointing.strategies.async_utils
     import megatron.core.dist_checkpointing.strategies.filesystem_async
     import megatron.core.dist_checkpointing.strategies.fully_parallel
@@ -82,22 +83,24 @@ def _patch_random_state() -> None:
     """tensor_parallel/random.py:38,71 read and write the state of a CUDA generator by its index."""
     from megatron.core.tensor_parallel import random
 
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
-        torch.get_rng_state()
-    )
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
-        state
-    )
+    def get_state(device="cuda", clone=False, graph_safe=False):
+        return torch.get_rng_state()
+
+    def set_state(state, device=-1, graph_safe=False):
+        torch.set_rng_state(state)
+
+    random._get_cuda_rng_state = get_state
+    random._set_cuda_rng_state = set_state
 
 
 def _patch_moe() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    # moe_utils.py, RouterGatingLinearFunction: tests this name, which exists only with Transformer Engine.
+    # moe_utils.py, RouterGatingLinearFunction: tests a name that only Transformer Engine defines.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
-    # moe_utils.py:1093 converts to numpy only what it moved off a GPU; the all-to-all wants numpy splits.
+    # moe_utils.py:1093 converts only GPU tensors to numpy; the all-to-all needs numpy splits.
     def to_host(tensor, as_numpy=False, record_stream=False):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -105,10 +108,11 @@ def _patch_moe() -> None:
 
 
 def _patch_uneven_collectives() -> None:
-    """mappings.py:150,187 gather and scatter parts of unequal size (experts that are split); gloo's cannot."""
+    """mappings.py:150,187: gloo does not support uneven gathers and scatters (sharded experts)."""
     from megatron.core.tensor_parallel import mappings
 
-    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    gather = mappings._gather_along_first_dim
+    scatter = mappings._reduce_scatter_along_first_dim
     if gather.__module__ == __name__:
         return
 
@@ -129,14 +133,15 @@ def _patch_uneven_collectives() -> None:
             dist.reduce(part, group=group, group_dst=rank)
         return parts[group.rank()]
 
-    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = (
-        gather_parts,
-        scatter_parts,
-    )
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = scatter_parts
 
 
 def _patch_optimizer_type_names() -> None:
-    """distrib_optimizer.py:361,420,582, optimizer.py:671, clip_grads.py:167 compare with 'torch.cuda.FloatTensor'."""
+    """Comparisons with 'torch.cuda.FloatTensor' and the like.
+
+    distrib_optimizer.py:361,420,582, optimizer.py:671, clip_grads.py:167
+    """
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 
     for function in (
@@ -145,11 +150,10 @@ def _patch_optimizer_type_names() -> None:
         distrib_optimizer.DistributedOptimizer._build_model_and_main_param_groups,
         optimizer.Float16OptimizerWithFloat16Params.__init__,
     ):
-        function = getattr(function, "__func__", function)  # a class method's own function
-        code = function.__code__
-        function.__code__ = code.replace(
-            co_consts=tuple(_cpu_type_names(c) for c in code.co_consts)
-        )
+        plain_function = getattr(function, "__func__", function)  # of a class method
+        code = plain_function.__code__
+        constants = tuple(_cpu_type_names(constant) for constant in code.co_consts)
+        plain_function.__code__ = code.replace(co_consts=constants)
 
 
 def _cpu_type_names(constant):
@@ -161,20 +165,20 @@ def _cpu_type_names(constant):
 
 
 def _patch_torch_adam_loading() -> None:
-    """Two places in distrib_optimizer.py handle the `step` of torch's AdamW, which FusedAdam has not, by half."""
+    """distrib_optimizer.py handles the per-parameter `step` of torch's AdamW only partly."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     set_state = DistributedOptimizer._set_main_param_and_optimizer_states
     load_state_dict = DistributedOptimizer.load_state_dict
 
     def set_state_but_step(self, model_param, tensors):
-        # :938 copies every key of the state; the loaded tensors never hold `step` (:2101 leaves it out).
+        # :938 copies every key of the state; the loaded tensors have no `step` (:2101 drops it).
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         set_state(self, model_param, {"step": state["step"], **tensors})
 
     def load_with_own_steps(self, state_dict):
-        # :825 gives one `step` tensor to all parameters; each would advance it once per update.
+        # :825 assigns one `step` tensor to all parameters; each would advance it once per update.
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()
@@ -185,36 +189,36 @@ def _patch_torch_adam_loading() -> None:
 
 
 def _show_cpu_torch_to_megatron() -> None:
-    """Every loaded module of Megatron gets the CPU's view of torch under the name `torch`."""
-    view = _cpu_view_of_torch()
+    """Replace `torch` in every loaded module of Megatron."""
+    cpu_torch = _cpu_torch()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            module.torch = view
+            vars(module)["torch"] = cpu_torch
 
 
-def _cpu_view_of_torch() -> types.ModuleType:
-    view = types.ModuleType("torch")
-    view.__dict__.update(vars(torch))
-    view.__getattr__ = lambda name: getattr(torch, name)  # what torch itself loads late
-    view.cuda = _CpuAsCuda()
+def _cpu_torch() -> types.ModuleType:
+    cpu_torch = types.ModuleType("torch")
+    attributes = cpu_torch.__dict__
+    attributes.update(vars(torch))
+    # Attributes that torch loads late.
+    attributes["__getattr__"] = lambda name: getattr(torch, name)
+    attributes["cuda"] = _CpuAsCuda()
     for name in _FACTORIES:
-        setattr(view, name, _on_cpu(getattr(torch, name)))
-    return view
+        attributes[name] = _on_cpu(getattr(torch, name))
+    return cpu_torch
 
 
 def _on_cpu(factory):
     def create(*args, device=None, **kwargs):
-        if device is not None and str(device).startswith("cuda"):
-            device = None
-        return (
-            factory(*args, **kwargs) if device is None else factory(*args, device=device, **kwargs)
-        )
+        if device is None or str(device).startswith("cuda"):
+            return factory(*args, **kwargs)
+        return factory(*args, device=device, **kwargs)
 
     return create
 
 
 class _Stream:
-    """Work on a CPU is done when the call returns: streams and events have nothing to wait for."""
+    """A stream or an event: no-ops, since CPU calls are synchronous."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -239,7 +243,7 @@ class _Stream:
 
 
 class _CpuAsCuda:
-    """`torch.cuda` for Megatron: this rank's device is the CPU, its generator the CPU's."""
+    """`torch.cuda` for Megatron: the device and its generator are the CPU's."""
 
     Stream = _Stream
     Event = _Stream

@@ -1,9 +1,7 @@
-"""Where this rank sits. The only module that reads Megatron's parallel state.
+"""This rank's place in the parallel layout; the only module that reads Megatron's parallel state.
 
-    world = tensor × context × data × pipeline              for attention and dense layers
-          = expert_tensor × expert × expert_data × pipeline  for experts
-
-Everything else asks `place()` for numbers and the functions below for process groups.
+world = tensor × context × data × pipeline               for attention and dense layers
+      = expert_tensor × expert × expert_data × pipeline  for experts
 """
 
 import os
@@ -46,9 +44,9 @@ class Place:
 
 
 def start(
-    layout: ParallelConfig, rank: int, world: int, address: str, timeout_s: int = 600
+    degrees: ParallelConfig, rank: int, world: int, address: str, timeout_s: int = 600
 ) -> None:
-    """Join the process group and lay Megatron's groups over it. nccl with CUDA, gloo without."""
+    """Join the process group and create Megatron's groups. nccl with CUDA, gloo without."""
     on_cpu = cpu.install()
     if not on_cpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -59,11 +57,11 @@ def start(
         world_size=world,
         timeout=timedelta(seconds=timeout_s),
     )
-    _lay_groups(layout)
+    _create_groups(degrees)
 
 
 def _store(address: str, rank: int, world: int, timeout: timedelta) -> dist.Store:
-    """Where the ranks meet. Rank 0 listens at that address alone; torch itself would listen on every interface."""
+    """The rendezvous store. Rank 0 listens at `address` only; torch would on every interface."""
     host, _, port = address.rpartition(":")
     listener = None
     if rank == 0:
@@ -72,43 +70,41 @@ def _store(address: str, rank: int, world: int, timeout: timedelta) -> dist.Stor
     return dist.TCPStore(host, int(port), world, rank == 0, timeout, master_listen_fd=listener)
 
 
-def _lay_groups(layout: ParallelConfig) -> None:
-    """Megatron's groups over the running process group."""
+def _create_groups(degrees: ParallelConfig) -> None:
     mpu.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor_size,
-        create_gloo_process_groups=dist.get_backend()
-        != "fake",  # checkpoints gather optimizer state over them
+        tensor_model_parallel_size=degrees.tensor,
+        pipeline_model_parallel_size=degrees.pipeline,
+        virtual_pipeline_model_parallel_size=degrees.virtual if degrees.virtual > 1 else None,
+        context_parallel_size=degrees.context,
+        expert_model_parallel_size=degrees.expert,
+        expert_tensor_parallel_size=degrees.expert_tensor_size,
+        # Checkpoints gather optimizer state over them.
+        create_gloo_process_groups=dist.get_backend() != "fake",
     )
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A world of one rank, for as long as the block runs."""
+    """A world of one rank, for the duration of the block."""
     cpu.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        _lay_groups(ParallelConfig())
+        _create_groups(ParallelConfig())
         yield
     finally:
         stop()
 
 
 @contextmanager
-def imagined(layout: ParallelConfig, rank: int, world: int) -> Iterator[None]:
-    """This process as one rank of a world that is not there: shapes can be asked for, nothing can be sent."""
-    from torch.testing._internal.distributed.fake_pg import (
-        FakeStore,
-    )  # registers the "fake" backend
+def imagined(degrees: ParallelConfig, rank: int, world: int) -> Iterator[None]:
+    """One rank of a world without other processes, for shapes: collectives do nothing."""
+    # Registers the "fake" backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     cpu.install()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        _lay_groups(layout)
+        _create_groups(degrees)
         yield
     finally:
         stop()
@@ -122,7 +118,7 @@ def stop() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """One stream per pipeline stage; inside it Megatron keeps tensor-parallel ranks apart where they must be."""
+    """One seed per pipeline stage; Megatron derives those of the tensor-parallel ranks."""
     stage_seed = seed + 100 * mpu.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
@@ -148,20 +144,17 @@ def place() -> Place:
     )
 
 
-def own_stretch(column: np.ndarray) -> np.ndarray:
-    """Of a column of tokens, those that this rank has between attention and experts: sequence parallelism."""
-    where = place()
-    tokens = len(column) // where.tensor_size
-    return column[where.tensor * tokens : (where.tensor + 1) * tokens]
+def sequence_shard(column: np.ndarray) -> np.ndarray:
+    """This rank's shard of a column of tokens under sequence parallelism."""
+    tensor = mpu.get_tensor_model_parallel_rank()
+    tokens = len(column) // mpu.get_tensor_model_parallel_world_size()
+    return column[tensor * tokens : (tensor + 1) * tokens]
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def has_embedding(virtual_stage: int) -> bool:
@@ -173,7 +166,7 @@ def has_head(virtual_stage: int) -> bool:
 
 
 def groups() -> ProcessGroupCollection:
-    """All of Megatron's groups, for the parts of Megatron that take them as an argument."""
+    """All of Megatron's groups, for its functions that take them as an argument."""
     return ProcessGroupCollection.use_mpu_process_groups()
 
 

@@ -1,20 +1,24 @@
-"""A port for others to meet at."""
+"""Free ports for rendezvous addresses."""
 
 import random
 import socket
 from pathlib import Path
 
 _OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_BELOW = 12_000  # how many ports below the outgoing ones are tried
+_RANGE = 12_000  # how many ports below the outgoing range are tried
 
 
 def free_port() -> int:
-    """One that nobody listens at now. Not from those that the kernel gives to outgoing connections: ranks open hundreds
-    of them, and one could take the port before it is used."""
+    """A port without a listener, below the range of outgoing connections.
+
+    Ranks open hundreds of those, and one could take the port before it is used.
+    """
     first_outgoing = int(_OUTGOING.read_text().split()[0]) if _OUTGOING.exists() else 32_768
-    chance = random.SystemRandom()  # two processes that ask at once should not get the same
+    low = max(1024, first_outgoing - _RANGE)
+    high = max(2048, first_outgoing)
+    generator = random.SystemRandom()  # concurrent processes should not draw the same port
     for _ in range(1000):
-        port = chance.randrange(max(1024, first_outgoing - _BELOW), max(2048, first_outgoing))
+        port = generator.randrange(low, high)
         with socket.socket() as s:
             try:
                 s.bind(("", port))

@@ -1,4 +1,4 @@
-"""How a process that another one started behaves: it ends with its parent, and its chatter goes to a file."""
+"""Child processes: they exit with their parent and write their output to a log file."""
 
 import ctypes
 import os
@@ -10,19 +10,22 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Called in the child. Linux only; elsewhere a killed parent leaves its children."""
+    """Called in the child. Linux only; elsewhere children survive a killed parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def forks_end_with_us() -> None:
-    """Megatron's saves fork writers. One that outlives a killed rank also keeps its connections open, and Ray, which
-    watches those, would take the rank for alive and let everybody wait for it."""
+    """Kill this process's forks when it dies.
+
+    Megatron's saves fork writers. A writer that survives a killed rank keeps its connections open,
+    so Ray would consider the rank alive, and the others would wait for it.
+    """
     os.register_at_fork(after_in_child=end_with_parent)
 
 
 def send_output_to(path: Path) -> None:
-    """Megatron's, torch's and vLLM's chatter goes to a log, file descriptors included."""
+    """Redirect stdout and stderr, file descriptors included, to a log file."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()

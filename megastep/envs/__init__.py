@@ -1,1 +1,1 @@
-"""The built-in environments; each is found by the name in `megastep.rollout.env.BUILT_IN`."""
+"""The built-in environments, named in `megastep.rollout.env.BUILT_IN`."""

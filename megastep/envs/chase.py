@@ -1,19 +1,21 @@
 """chase: follow a hidden table with a lookup tool and a scratchpad.
 
     <bos> <user> hops 2 from 7 <eot> <asst>                   the question
-    <think> 2 7 </think> call 7 <eot>                         how many hops remain and from where, in a scratchpad
-    ... <asst> call 7 <eot> <tool> 12 <eot> <asst>            turn 2: the template dropped the scratchpad
+    <think> 2 7 </think> call 7 <eot>                         scratchpad: hops left, current key
+    ... <asst> call 7 <eot> <tool> 12 <eot> <asst>            turn 2: the template dropped it
     <think> 1 12 </think> call 12 <eot>
     ... <asst> call 12 <eot> <tool> 3 <eot> <asst>
     <think> 0 3 </think> answer 3 <eot>
 
-`call k` returns table[k], `answer k` ends the episode, anything else returns `error`. Reward 1 for the right answer.
-The agent's `rollout.max_turns` ends an episode that never answers; 5 is what the task was made for.
+`call k` returns table[k], `answer k` ends the episode, anything else returns `error`. Reward 1 for
+the right answer. `rollout.max_turns` ends an episode without an answer; the task needs at most 5.
 
-Columns of the data set, where episodes are not generated: `table` (a permutation of 0, 1, ...), `hops`, `key`.
+Columns of a data set, unless rows are generated: `table` (a permutation of 0, 1, ...), `hops`,
+`key`.
 
-A tiny model does not find this by chance: `demonstrations` plays a lazy expert whose scratchpad is right but who
-answers too early more often than not. After a supervised start on those, RL has a bad habit to unlearn.
+A tiny model does not find the solution by exploration. `demonstrations` returns episodes of a lazy
+expert, whose scratchpad is right but who usually answers too early: after a supervised warm start
+on them, RL has to unlearn the early answers.
 """
 
 from random import Random
@@ -21,20 +23,23 @@ from typing import Any
 
 import numpy as np
 
+from megastep.envs.tags import after_thinking
 from megastep.rollout.env import Env, Outcome
 from megastep.rollout.renderer import Renderer
-from megastep.types import Group, Step, Trajectory
+from megastep.types import Group, Step, StopReason, Trajectory
 
 KEYS = 16
 MAX_HOPS = 3
-DILIGENCE = 0.4  # how often the lazy expert looks up the next hop while there is one
+DILIGENCE = 0.4  # probability that the lazy expert looks up the next hop
 
 
 class Chase(Env):
     columns = {"table": list, "hops": int, "key": int}
 
     def __init__(self, row: dict[str, Any]):
-        self.table, self.hops, self.key = row["table"], row["hops"], row["key"]
+        self.table = row["table"]
+        self.hops = row["hops"]
+        self.key = row["key"]
 
     @classmethod
     def generate(cls, random: Random) -> dict[str, Any]:
@@ -53,19 +58,15 @@ class Chase(Env):
         if action == "answer":
             right = key == target(self.table, self.hops, self.key)
             return Outcome(reward=float(right), done=True, metrics={"success": right})
-        answer = str(self.table[key]) if action == "call" else "error"
-        return Outcome([{"role": "tool", "content": answer}], metrics={"success": False})
+        content = str(self.table[key]) if action == "call" else "error"
+        return Outcome([{"role": "tool", "content": content}], metrics={"success": False})
 
     def parse(self, text: str) -> tuple[str | None, int]:
-        """The action after the scratchpad, if there is one and nothing else."""
-        words = text.rpartition("</think>")[2].split()
-        if (
-            len(words) != 2
-            or words[0] not in ("call", "answer")
-            or words[1] not in map(str, range(len(self.table)))
-        ):
-            return None, 0
-        return words[0], int(words[1])
+        """The action and key after the scratchpad; None if it holds anything else."""
+        match after_thinking(text).split():
+            case ["call" | "answer" as action, key] if key in map(str, range(len(self.table))):
+                return action, int(key)
+        return None, 0
 
 
 def target(table: list[int], hops: int, key: int) -> int:
@@ -80,44 +81,42 @@ def target(table: list[int], hops: int, key: int) -> int:
 def demonstrations(
     count: int, seed: int, renderer: Renderer, diligence: float = DILIGENCE
 ) -> list[Group]:
-    """Episodes of the lazy expert, as a rollout to be trained on by `nll`: a group each, no logprobs."""
+    """Episodes of the lazy expert for training by `nll`: one per group, without logprobs."""
     return [_demonstrate(i, Random(f"chase/{seed}/{i}"), renderer, diligence) for i in range(count)]
 
 
 def _demonstrate(number: int, random: Random, renderer: Renderer, diligence: float) -> Group:
     row = Chase.generate(random)
-    table, left, key = row["table"], row["hops"], row["key"]
-    history = renderer.history([{"role": "user", "content": f"hops {left} from {key}"}])
-    steps = []
+    table = row["table"]
+    hops_left = row["hops"]
+    key = row["key"]
+    history = renderer.history([{"role": "user", "content": f"hops {hops_left} from {key}"}])
+    steps: list[Step] = []
     while True:
-        call = left > 0 and random.random() < diligence
-        told = key if call or left == 0 or random.random() < 0.5 else random.randrange(KEYS)
-        said = f"<think> {left} {key} </think> {'call' if call else 'answer'} {told}"
-        response = np.array(
-            [*renderer.tokenizer.encode(said, add_special_tokens=False), renderer.end_id], np.int32
+        is_call = hops_left > 0 and random.random() < diligence
+        if is_call or hops_left == 0 or random.random() < 0.5:
+            argument = key
+        else:
+            argument = random.randrange(KEYS)
+        action = "call" if is_call else "answer"
+        text = f"<think> {hops_left} {key} </think> {action} {argument}"
+        is_right = not is_call and argument == target(table, row["hops"], row["key"])
+        text_ids = renderer.tokenizer.encode(text, add_special_tokens=False)
+        response_ids = np.array([*text_ids, renderer.end_id], np.int32)  # [R]
+        step = Step(
+            index=len(steps),
+            last=not is_call,
+            prompt_ids=history.prompt_ids,
+            response_ids=response_ids,
+            loss_mask=np.ones(len(response_ids), bool),
+            logprobs=None,
+            versions=np.array([[0, len(response_ids)]], np.int32),
+            reward=float(is_right),
         )
-        right = not call and told == target(table, row["hops"], row["key"])
-        steps.append(
-            _demonstrated(
-                len(steps), history.prompt_ids, response, last=not call, reward=float(right)
-            )
-        )
-        if not call:
-            return Group(number, [Trajectory(number, 0, steps, "done", {"success": right})])
-        left, key = left - 1, table[key]
-        history.extend(response, [{"role": "tool", "content": str(key)}])
-
-
-def _demonstrated(
-    index: int, prompt_ids: np.ndarray, response: np.ndarray, last: bool, reward: float
-) -> Step:
-    return Step(
-        index=index,
-        last=last,
-        prompt_ids=prompt_ids,
-        response_ids=response,
-        loss_mask=np.ones(len(response), bool),
-        logprobs=None,
-        versions=np.array([[0, len(response)]], np.int32),
-        reward=reward,
-    )
+        steps.append(step)
+        if not is_call:
+            metrics = {"success": is_right}
+            return Group(number, [Trajectory(number, 0, steps, StopReason.DONE, metrics)])
+        hops_left -= 1
+        key = table[key]
+        history.extend(response_ids, [{"role": "tool", "content": str(key)}])

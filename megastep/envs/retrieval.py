@@ -1,14 +1,16 @@
-"""A retrieval server over a local corpus, by BM25.
+"""A BM25 retrieval server over a local corpus.
 
     python -m megastep.envs.retrieval CORPUS.jsonl [--host 127.0.0.1] [--port 8000]
 
-CORPUS.jsonl has a passage per line: {"contents": "text", ...}; other keys come back with it. Requests and answers:
+CORPUS.jsonl has a passage per line: {"contents": "text", ...}; other keys are returned with it.
+Requests and responses:
 
-    POST /retrieve   {"query": "text", "topk": 3}              or {"queries": ["text", ...], ...} for several
-    200              {"result": [[{"document": {"contents": "text", ...}, "score": 1.5}, ...], ...]}, a list per query
+    POST /retrieve   {"query": "text", "topk": 3} or {"queries": ["text", ...], "topk": 3}
+    200              {"result": [[{"document": {"contents": "text", ...}, "score": 1.5}, ...], ...]}
+                     with a list per query
     GET /health      200 {"passages": 120}
 
-`--port 0` takes a free port; the address is printed once the server listens.
+`--port 0` selects a free port; the server prints its address when it listens.
 """
 
 import argparse
@@ -16,13 +18,14 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import bm25s
 from aiohttp import web
 
 from megastep.errors import CorpusError
 from megastep.rollout.data import json_lines
-from megastep.rollout.env import one_line
+from megastep.text import one_line
 
 DEFAULT_PASSAGES = 3
 
@@ -36,14 +39,11 @@ class Corpus:
     def search(self, queries: list[str], count: int) -> list[list[dict]]:
         count = min(count, len(self.passages))
         found, scores = self.index.retrieve(_words(queries), k=count, show_progress=False)
-        return [
-            [
-                {"document": self.passages[i], "score": float(s)}
-                for i, s in zip(row, row_scores)
-                if s > 0
-            ]
-            for row, row_scores in zip(found.tolist(), scores.tolist())
-        ]
+        return [self._results(*ranked) for ranked in zip(found.tolist(), scores.tolist())]
+
+    def _results(self, found: list[int], scores: list[float]) -> list[dict]:
+        ranked = zip(found, scores)
+        return [{"document": self.passages[i], "score": float(s)} for i, s in ranked if s > 0]
 
 
 def _words(texts: list[str]) -> list[list[str]]:
@@ -51,7 +51,7 @@ def _words(texts: list[str]) -> list[list[str]]:
 
 
 def read_corpus(path: Path) -> Corpus:
-    """Lines as those of a data set: blank ones are skipped, U+2028 is no end of one."""
+    """Lines as in a data set, see `json_lines`."""
     passages = []
     try:
         for where, passage in json_lines(path):
@@ -72,44 +72,38 @@ def read_corpus(path: Path) -> Corpus:
 
 
 class RequestError(ValueError):
-    """A request in another form; status 400."""
+    """An invalid request; status 400."""
 
 
-async def _asked(request: web.Request) -> tuple[list[str], int]:
-    """Queries, and how many passages of each."""
+async def _parse(request: web.Request) -> tuple[list[str], int]:
+    """Queries, and the number of passages for each."""
     try:
-        asked = json.loads(await request.text())
-    except (
-        ValueError,
-        LookupError,
-        RecursionError,
-        web.RequestPayloadError,
-    ) as error:  # LookupError: of a charset
+        body = json.loads(await request.text())
+    except (ValueError, LookupError, RecursionError, web.RequestPayloadError) as error:
+        # LookupError: an unknown charset
         raise RequestError(f"not readable as JSON ({one_line(error)})") from None
-    if not isinstance(asked, dict):
-        raise RequestError(f"the body is a {type(asked).__name__}")
-    queries = asked["queries"] if "queries" in asked else [asked.get("query")]
-    if (
-        not isinstance(queries, list)
-        or not queries
-        or not all(isinstance(query, str) for query in queries)
-    ):
+    if not isinstance(body, dict):
+        raise RequestError(f"the body is a {type(body).__name__}")
+    queries: Any = body["queries"] if "queries" in body else [body.get("query")]
+    is_list = isinstance(queries, list) and len(queries) > 0
+    if not is_list or not all(isinstance(query, str) for query in queries):
         raise RequestError("a query must be a text, queries a list of them")
-    count = asked.get("topk")
-    count = DEFAULT_PASSAGES if count is None else count
-    if type(count) is not int or count < 1:
+    top_k = body.get("topk")
+    if top_k is None:
+        top_k = DEFAULT_PASSAGES
+    if type(top_k) is not int or top_k < 1:
         raise RequestError("topk must be a whole number of 1 or more")
-    return queries, count
+    return queries, top_k
 
 
 def application(corpus: Corpus) -> web.Application:
     async def retrieve(request: web.Request) -> web.Response:
         try:
-            queries, count = await _asked(request)
+            queries, top_k = await _parse(request)
         except RequestError as error:
             problem = f'{{"query": "text", "topk": 3}} is needed: {error}'
             return web.json_response({"error": problem}, status=400)
-        return web.json_response({"result": corpus.search(queries, count)})
+        return web.json_response({"result": corpus.search(queries, top_k)})
 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"passages": len(corpus.passages)})
@@ -120,7 +114,7 @@ def application(corpus: Corpus) -> web.Application:
 
 
 async def listening(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, str]:
-    """Start; returns the runner, to be cleaned up, and the address for `env.options.url`."""
+    """Start the server; returns the runner, for cleanup, and the address for `env.options.url`."""
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
@@ -139,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("corpus", type=Path, metavar="CORPUS.jsonl")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=_port, default=8000, help="0: a free one")
+    parser.add_argument("--port", type=_port, default=8000, help="0: a free port")
     args = parser.parse_args(argv)
 
     async def serve():
@@ -156,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     except CorpusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (OSError, ValueError) as error:  # ValueError: a host that is no name
+    except (OSError, ValueError) as error:  # ValueError: an invalid host name
         print(f"error: --host {args.host!r} --port {args.port}: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

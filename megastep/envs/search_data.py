@@ -2,8 +2,8 @@
 
     python -m megastep.envs.search_data FOLDER [--people 60] [--questions 256] [--seed 0]
 
-writes FOLDER/corpus.jsonl, FOLDER/train.jsonl and FOLDER/eval.jsonl. Half of the questions need one look-up, half need
-two. The questions of eval.jsonl are about other people than those of train.jsonl.
+writes FOLDER/corpus.jsonl, FOLDER/train.jsonl and FOLDER/eval.jsonl. Half of the questions need one
+search, half need two. The people in eval.jsonl are not in train.jsonl.
 """
 
 import argparse
@@ -11,37 +11,19 @@ import json
 from pathlib import Path
 from random import Random
 
-SYLLABLES = (
-    "ba",
-    "co",
-    "di",
-    "fe",
-    "gu",
-    "ha",
-    "jo",
-    "ki",
-    "lu",
-    "mo",
-    "na",
-    "pe",
-    "ri",
-    "so",
-    "tu",
-    "ve",
-)
+SYLLABLES = "ba co di fe gu ha jo ki lu mo na pe ri so tu ve".split()
 TRADES = ("painter", "baker", "sailor", "judge", "singer", "farmer", "doctor", "poet")
-CITIES, RIVERS = 12, 6
-EVAL_SHARE = 8  # every eighth person
+CITIES = 12
+RIVERS = 6
+EVAL_EVERY = 8  # every eighth person is for evaluation
 
 
 def write(folder: Path, people: int, questions: int, seed: int) -> None:
     random = Random(f"search/{seed}")
     names = _names(random, people + CITIES + RIVERS)
-    rivers, cities, persons = (
-        names[:RIVERS],
-        names[RIVERS : RIVERS + CITIES],
-        names[RIVERS + CITIES :],
-    )
+    rivers = names[:RIVERS]
+    cities = names[RIVERS : RIVERS + CITIES]
+    persons = names[RIVERS + CITIES :]
     river_of = {city: random.choice(rivers) for city in cities}
     born = {person: random.choice(cities) for person in persons}
     passages = [f"{city} is a city on the river {river_of[city]}." for city in cities]
@@ -52,19 +34,20 @@ def write(folder: Path, people: int, questions: int, seed: int) -> None:
     _write_lines(
         folder / "corpus.jsonl", [{"id": i, "contents": text} for i, text in enumerate(passages)]
     )
-    rows = {"train": [], "eval": []}
+    rows: dict[str, list[dict]] = {"train": [], "eval": []}
     for _ in range(questions):
         number = random.randrange(people)
         person = persons[number]
-        city, river = born[person], river_of[born[person]]
-        one = {"question": f"In which city was {person} born?", "answers": [city]}
-        two = {
+        city = born[person]
+        one_search = {"question": f"In which city was {person} born?", "answers": [city]}
+        two_searches = {
             "question": f"On which river lies the city where {person} was born?",
-            "answers": [river],
+            "answers": [river_of[city]],
         }
-        rows["eval" if number % EVAL_SHARE == 0 else "train"].append(random.choice([one, two]))
-    for split, found in rows.items():
-        _write_lines(folder / f"{split}.jsonl", found)
+        split = "eval" if number % EVAL_EVERY == 0 else "train"
+        rows[split].append(random.choice([one_search, two_searches]))
+    for split, split_rows in rows.items():
+        _write_lines(folder / f"{split}.jsonl", split_rows)
 
 
 def _names(random: Random, count: int) -> list[str]:

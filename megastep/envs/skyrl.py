@@ -1,15 +1,15 @@
-"""skyrl: runs an environment written for `skyrl-gym`, unchanged.
+"""skyrl: run an unchanged environment of `skyrl-gym`.
 
     env:
       name: skyrl
       options:
-        env: text2sql                       an id of skyrl_gym.register; default: the row's column env_class
-        config: {db_path: data/sql}         its env_config
-        max_turns: 6                        given to it among the extras
+        env: text2sql                 an id of skyrl_gym.register; default: the column env_class
+        config: {db_path: data/sql}   its env_config
+        max_turns: 6                  passed in its extras
 
-Rows are those of SkyRL's data sets: `prompt` (chat messages), `reward_spec`, and whatever else the environment wants;
-all of them but `prompt` are its extras. `postprocessed_action` is ignored: the tokens of a response are those that were
-sampled. The environment's calls block, so they run in a thread.
+Rows are those of SkyRL's data sets: `prompt` (chat messages), `reward_spec`, and others that the
+environment needs; all but `prompt` are its extras. `postprocessed_action` is ignored: the response
+keeps its sampled tokens. The environment's calls block, so they run in a thread.
 """
 
 import json
@@ -32,15 +32,13 @@ class SkyRL(Env):
         config: dict[str, Any] | None = None,
         max_turns: int | None = None,
     ):
-        self.row, self.name, self.config, self.max_turns = (
-            row,
-            env or row.get("env_class"),
-            config or {},
-            max_turns,
-        )
+        self.row = row
+        self.name = env or row.get("env_class")
+        self.config = config or {}
+        self.max_turns = max_turns
         if self.name is None:
             raise EnvError("env.options.env: must be given, the row has no column env_class")
-        self.inner = None
+        self.inner: Any = None
 
     async def start(self):
         return await in_thread(self._start)
@@ -59,11 +57,10 @@ class SkyRL(Env):
         return messages
 
     async def step(self, text: str, ids: np.ndarray) -> Outcome:
-        made = await in_thread(self.inner.step, text)
-        metrics = {
-            name: value for name, value in self.inner.get_metrics().items() if _is_json(value)
-        }
-        return Outcome(made["observations"], made["reward"], made["done"], metrics)
+        result = await in_thread(self.inner.step, text)
+        reported = self.inner.get_metrics()
+        metrics = {name: value for name, value in reported.items() if _is_json(value)}
+        return Outcome(result["observations"], result["reward"], result["done"], metrics)
 
     async def close(self) -> None:
         if self.inner is not None:

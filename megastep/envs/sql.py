@@ -1,18 +1,19 @@
-"""sql: answer a question by querying a real SQLite database, over several turns.
+"""sql: answer a question by querying a SQLite database over several turns.
 
-    <sql>SELECT ...</sql>               runs the query and shows its rows
-    <solution>SELECT ...</solution>     ends the episode; reward 1 if its rows are those of the row's own query
+    <sql>SELECT ...</sql>               runs the query and returns its rows
+    <solution>SELECT ...</solution>     ends the episode; reward 1 if its rows equal those of the
+                                        reference query
 
 Columns of the data set:
 
-    question   what is asked
+    question
     database   a SQLite file, relative to the option `databases`
-    sql        a query with the right answer; with ORDER BY, the order of rows counts
+    sql        the reference query; with ORDER BY, the order of rows counts
 
-Queries run in processes of their own (sql_pool), on a read-only connection that may select and nothing else: no writes,
-no pragmas, no other files, functions of a list. One that takes longer than `query_timeout_s`, or too much memory, is
-stopped, and the model is told. `python -m megastep.envs.sql_data FOLDER` writes small databases and questions to begin
-with.
+Queries run in worker processes (sql_pool) on a read-only connection, restricted to SELECT and a
+list of functions: no writes, no pragmas, no other files. A query that exceeds `query_timeout_s` or
+its memory is stopped, and the observation reports it. `python -m megastep.envs.sql_data FOLDER`
+writes small databases and questions.
 """
 
 import re
@@ -22,20 +23,21 @@ from typing import Any
 
 import numpy as np
 
-from megastep.envs.sql_pool import QueryError, Rows, run_query
+from megastep.envs.sql_pool import QueryError, ResultRows, run_query
 from megastep.envs.tags import after_thinking, shortened, tagged
 from megastep.errors import EnvError
 from megastep.rollout.env import Env, Outcome, in_thread
 
 INSTRUCTIONS = """\
-Answer the question with SQL for SQLite. To look at the data, write a query as <sql>SELECT ...</sql>; you will see its \
-rows. When you know the query that answers the question, write it as <solution>SELECT ...</solution>.
+Answer the question with SQL for SQLite. To look at the data, write a query as \
+<sql>SELECT ...</sql>; you will see its rows. When you know the query that answers the question, \
+write it as <solution>SELECT ...</solution>.
 
 {schema}
 
 Question: {question}"""
 HINT = "error: write a query as <sql>...</sql>, or the final one as <solution>...</solution>"
-COMPARED_ROWS = 100_000  # a result with more than these is no answer
+COMPARED_ROWS = 100_000  # of a solution and of the reference query
 
 
 class SQL(Env):
@@ -51,15 +53,15 @@ class SQL(Env):
         shown_characters: int = 2000,
         observation_role: str = "user",
     ):
-        self.question, self.gold = row["question"], row["sql"]
+        self.question = row["question"]
+        self.reference = row["sql"]
         self.database = Path(databases) / row["database"]
-        self.timeout_s, self.shown_rows, self.shown_characters = (
-            query_timeout_s,
-            shown_rows,
-            shown_characters,
-        )
+        self.timeout_s = query_timeout_s
+        self.shown_rows = shown_rows
+        self.shown_characters = shown_characters
         self.role = observation_role
-        self.queries = self.failures = 0
+        self.queries = 0
+        self.query_errors = 0
 
     async def start(self):
         schema = await in_thread(self._schema)
@@ -68,33 +70,29 @@ class SQL(Env):
         ]
 
     async def step(self, text: str, ids: np.ndarray) -> Outcome:
-        said = after_thinking(text)
-        solution, query = tagged(said, "solution"), tagged(said, "sql")
+        turn = after_thinking(text)
+        solution = tagged(turn, "solution")
         if solution is not None:
-            right = await in_thread(self._is_right, solution)
-            return Outcome(reward=float(right), done=True, metrics=self._metrics(right))
-        shown = HINT if query is None else await in_thread(self._show, query)
-        return Outcome([{"role": self.role, "content": shown}], metrics=self._metrics(False))
+            is_right = await in_thread(self._is_right, solution)
+            return Outcome(reward=float(is_right), done=True, metrics=self._metrics(is_right))
+        query = tagged(turn, "sql")
+        content = HINT if query is None else await in_thread(self._query, query)
+        return Outcome([{"role": self.role, "content": content}], metrics=self._metrics(False))
 
     def _metrics(self, success: bool) -> dict[str, Any]:
-        return {"success": success, "queries": self.queries, "query_errors": self.failures}
+        return {"success": success, "queries": self.queries, "query_errors": self.query_errors}
 
     def _schema(self) -> str:
-        # The schema table is no secret, and the only thing read beside the model's own queries.
-        tables = run_query(
-            self.database,
-            "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL",
-            self.timeout_s,
-            1000,
-        )
+        query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"
+        tables = run_query(self.database, query, self.timeout_s, 1000)
         return ";\n".join(" ".join(sql.split()) for (sql,) in tables)
 
-    def _show(self, query: str) -> str:
+    def _query(self, query: str) -> str:
         self.queries += 1
         try:
             rows = run_query(self.database, query, self.timeout_s, self.shown_rows + 1)
         except QueryError as error:
-            self.failures += 1
+            self.query_errors += 1
             return f"error: {error}"
         lines = [
             " | ".join("NULL" if cell is None else str(cell) for cell in row)
@@ -106,23 +104,23 @@ class SQL(Env):
 
     def _is_right(self, solution: str) -> bool:
         try:
-            expected = run_query(self.database, self.gold, self.timeout_s, COMPARED_ROWS)
+            expected = run_query(self.database, self.reference, self.timeout_s, COMPARED_ROWS)
         except QueryError as error:
-            raise EnvError(f"the data set's own query fails: {error}: {self.gold}") from None
+            raise EnvError(f"the data set's own query fails: {error}: {self.reference}") from None
         try:
             found = run_query(self.database, solution, self.timeout_s, COMPARED_ROWS)
         except QueryError:
             return False
-        return same_rows(
-            found,
-            expected,
-            ordered=re.search(r"\border\s+by\b", self.gold, re.IGNORECASE) is not None,
-        )
+        is_ordered = re.search(r"\border\s+by\b", self.reference, re.IGNORECASE) is not None
+        return same_rows(found, expected, is_ordered)
 
 
-def same_rows(found: Rows, expected: Rows, ordered: bool) -> bool:
-    found, expected = [_rounded(row) for row in found], [_rounded(row) for row in expected]
-    return found == expected if ordered else Counter(found) == Counter(expected)
+def same_rows(found: ResultRows, expected: ResultRows, ordered: bool) -> bool:
+    found_rows = [_rounded(row) for row in found]
+    expected_rows = [_rounded(row) for row in expected]
+    if ordered:
+        return found_rows == expected_rows
+    return Counter(found_rows) == Counter(expected_rows)
 
 
 def _rounded(row: tuple) -> tuple:

@@ -2,8 +2,8 @@
 
     python -m megastep.envs.sql_data FOLDER [--databases 8] [--questions 256] [--seed 0]
 
-writes FOLDER/databases/shop_0.sqlite, ..., FOLDER/train.jsonl and FOLDER/eval.jsonl. The questions of eval.jsonl are
-about a database of their own, the last one.
+writes FOLDER/databases/shop_0.sqlite, ..., FOLDER/train.jsonl and FOLDER/eval.jsonl. The questions
+of eval.jsonl are about the last database, those of train.jsonl about the others.
 """
 
 import argparse
@@ -12,23 +12,7 @@ import sqlite3
 from pathlib import Path
 from random import Random
 
-FIRST = (
-    "Ada",
-    "Ben",
-    "Cleo",
-    "Dan",
-    "Eve",
-    "Finn",
-    "Gus",
-    "Hana",
-    "Ivo",
-    "Jana",
-    "Kai",
-    "Lena",
-    "Mia",
-    "Noor",
-    "Otto",
-)
+FIRST_NAMES = "Ada Ben Cleo Dan Eve Finn Gus Hana Ivo Jana Kai Lena Mia Noor Otto".split()
 CITIES = ("Aral", "Brena", "Corvo", "Delft", "Elm", "Fara")
 PRODUCTS = ("lamp", "chair", "desk", "rug", "vase", "clock", "shelf", "mirror")
 SCHEMA = """
@@ -37,14 +21,15 @@ CREATE TABLE product (id INTEGER PRIMARY KEY, name TEXT, price REAL);
 CREATE TABLE purchase (id INTEGER PRIMARY KEY, customer_id INTEGER REFERENCES customer(id),
     product_id INTEGER REFERENCES product(id), amount INTEGER);
 """
-# question, query; {city}, {product}, {number} and {few} are drawn
+# Question and query; {city}, {product}, {number} and {few} are random.
 QUESTIONS = (
     ("How many customers live in {city}?", "SELECT count(*) FROM customer WHERE city = '{city}'"),
     ("What is the price of a {product}?", "SELECT price FROM product WHERE name = '{product}'"),
     ("Which products cost more than {number}?", "SELECT name FROM product WHERE price > {number}"),
     (
         "How many pieces of {product} were bought in total?",
-        "SELECT sum(amount) FROM purchase JOIN product ON product.id = product_id WHERE product.name = '{product}'",
+        "SELECT sum(amount) FROM purchase JOIN product ON product.id = product_id "
+        "WHERE product.name = '{product}'",
     ),
     (
         "Which customers bought a {product}? Name each once.",
@@ -76,15 +61,16 @@ def write(folder: Path, databases: int, questions: int, seed: int) -> None:
         _fill(folder / "databases" / name, random)
         split = "eval" if i == databases - 1 else "train"
         rows[split] += [_question(name, random) for _ in range(questions // databases)]
-    for split, found in rows.items():
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    for split, split_rows in rows.items():
+        lines = [json.dumps(row) + "\n" for row in split_rows]
+        (folder / f"{split}.jsonl").write_text("".join(lines))
 
 
 def _fill(path: Path, random: Random) -> None:
     path.unlink(missing_ok=True)
     with sqlite3.connect(path) as connection:
         connection.executescript(SCHEMA)
-        people = random.sample(FIRST, random.randint(8, len(FIRST)))
+        people = random.sample(FIRST_NAMES, random.randint(8, len(FIRST_NAMES)))
         connection.executemany(
             "INSERT INTO customer (name, city) VALUES (?, ?)",
             [(name, random.choice(CITIES)) for name in people],
@@ -109,13 +95,17 @@ def _fill(path: Path, random: Random) -> None:
 
 def _question(database: str, random: Random) -> dict[str, str]:
     question, sql = random.choice(QUESTIONS)
-    drawn = {
+    values = {
         "city": random.choice(CITIES),
         "product": random.choice(PRODUCTS),
         "number": random.randint(10, 60),
         "few": random.randint(2, 3),
     }
-    return {"question": question.format(**drawn), "database": database, "sql": sql.format(**drawn)}
+    return {
+        "question": question.format(**values),
+        "database": database,
+        "sql": sql.format(**values),
+    }
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
-"""Queries in processes of their own: what a model writes can use up neither the driver's memory nor its time.
+"""Queries in worker processes, so that SQL of a model cannot exhaust the driver's memory or time.
 
     rows = run_query(Path("shop.sqlite"), "SELECT 1", timeout_s=5.0, max_rows=20)
 
-Processes are started as they are needed and used again. Quick queries share MOST places. One that takes longer than
-QUANTUM_S gives its place back and goes on beside them with less of the processor, up to MOST_PROCESSES in all: quick
-ones do not wait for it to end. Its process is not used again. One that does not answer in time, or dies, is replaced;
-one that was gone for no fault of the query costs nobody an answer. They end with the driver: their input does.
+Workers are started on demand and reused. Quick queries share MAX_QUICK slots. A query that takes
+longer than QUANTUM_S releases its slot and continues at a lower priority, with at most
+MAX_PROCESSES workers in all, so that quick queries do not wait for it; its worker is not reused. A
+worker that does not answer in time, or dies, is replaced; if the query did not cause its death, the
+query is retried. Workers end with the driver, which closes their stdin.
 """
 
 import atexit
@@ -19,31 +20,32 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, cast
 
 from megastep.envs import sql_worker
 from megastep.errors import EnvError
 
-MOST = max(4, min(16, 2 * (os.cpu_count() or 1)))
+MAX_QUICK = max(4, min(16, 2 * (os.cpu_count() or 1)))
 _MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-MOST_PROCESSES = max(2 * MOST, min(64, _MEMORY_BYTES // 4 // sql_worker.HEAP_BYTES))
+MAX_PROCESSES = max(2 * MAX_QUICK, min(64, _MEMORY_BYTES // 4 // sql_worker.HEAP_BYTES))
 QUANTUM_S = 0.1
 SLOW_NICE = 19
 START_TIMEOUT_S = 60.0
-LATE_S = 3.0  # after the query's own time; the process itself is through by then
+LATE_S = 3.0  # grace beyond the query's timeout; the worker stops the query earlier
 
-Rows = list[tuple]
+ResultRows = list[tuple]
 
 
 class QueryError(ValueError):
-    """A query that SQLite refused or that took too much; the model sees the message."""
+    """A query that SQLite rejected or that exceeded a limit; the model sees the message."""
 
 
 class _Late(Exception):
-    """The process does not answer."""
+    """The worker does not answer."""
 
 
-class _Gone(Exception):
-    """The process has died; `status` as subprocess has it, None if that was before it was asked."""
+class _Died(Exception):
+    """The worker died; `status`: its return code, None if it died before the request."""
 
     def __init__(self, status: int | None):
         super().__init__(status)
@@ -52,7 +54,7 @@ class _Gone(Exception):
 
 class _Worker:
     def __init__(self):
-        # By its path: importing it as a part of the package would take longer than a query.
+        # By path: importing the package would take longer than a query.
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", sql_worker.__file__],
             stdin=subprocess.PIPE,
@@ -63,16 +65,25 @@ class _Worker:
         self.is_slow = False
         try:
             self._read(START_TIMEOUT_S)
-        except (_Late, _Gone):
+        except (_Late, _Died):
             self.end()
-            raise EnvError("sql: the process for queries does not start") from None
+            raise EnvError("sql: the query process does not start") from None
+
+    # `process` is always started with pipes.
+    @property
+    def _stdin(self) -> IO[bytes]:
+        return cast(IO[bytes], self.process.stdin)
+
+    @property
+    def _stdout(self) -> IO[bytes]:
+        return cast(IO[bytes], self.process.stdout)
 
     def ask(self, request: dict, on_slow: Callable[[], None]) -> dict:
-        """`on_slow` is called, once at most, when QUANTUM_S have passed without an answer."""
+        """Calls `on_slow`, at most once, after QUANTUM_S without an answer."""
         try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._stdin.write(json.dumps(request).encode() + b"\n")
         except OSError:
-            raise _Gone(None) from None
+            raise _Died(None) from None
         if not self._has_output(QUANTUM_S):
             self.is_slow = True
             on_slow()
@@ -81,23 +92,24 @@ class _Worker:
 
     def _has_output(self, timeout_s: float) -> bool:
         poll = select.poll()
-        poll.register(self.process.stdout.fileno(), select.POLLIN)
+        poll.register(self._stdout.fileno(), select.POLLIN)
         return bool(poll.poll(max(timeout_s, 0) * 1000))
 
     def _read(self, timeout_s: float) -> bytes:
-        """A line, without its end."""
-        deadline, pieces = time.monotonic() + timeout_s, []
+        """One line."""
+        deadline_s = time.monotonic() + timeout_s
+        pieces: list[bytes] = []
         while not pieces or not pieces[-1].endswith(b"\n"):
-            if not self._has_output(deadline - time.monotonic()):
+            if not self._has_output(deadline_s - time.monotonic()):
                 raise _Late
-            piece = os.read(self.process.stdout.fileno(), 1 << 20)
+            piece = os.read(self._stdout.fileno(), 1 << 20)
             if not piece:
-                raise _Gone(self._status())
+                raise _Died(self._status())
             pieces.append(piece)
         return b"".join(pieces)
 
     def _status(self) -> int:
-        """How it ended; its output has, so it does in a moment."""
+        """The return code of a worker that has closed its output and is about to end."""
         try:
             return self.process.wait(LATE_S)
         except subprocess.TimeoutExpired:
@@ -106,21 +118,21 @@ class _Worker:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self._stdin.close()
+        self._stdout.close()
 
 
 def _blob(value: dict) -> dict | bytes:
     return bytes.fromhex(value["blob"]) if "blob" in value else value
 
 
-_idle: list[_Worker] = []  # the last one used comes first
-_places = threading.BoundedSemaphore(MOST)
-_processes = threading.BoundedSemaphore(MOST_PROCESSES)
+_idle: list[_Worker] = []  # a stack: the last one used is reused first
+_quick_slots = threading.BoundedSemaphore(MAX_QUICK)
+_processes = threading.BoundedSemaphore(MAX_PROCESSES)
 
 
-def run_query(database: Path, query: str, timeout_s: float, max_rows: int) -> Rows:
-    """At most `max_rows` rows. Blocks; nothing of the database can be changed, and nothing else be read."""
+def run_query(database: Path, query: str, timeout_s: float, max_rows: int) -> ResultRows:
+    """At most `max_rows` rows. Blocks. The query can neither write nor read other files."""
     if not database.is_file():
         raise EnvError(f"{database}: no such database")
     request = {
@@ -129,22 +141,23 @@ def run_query(database: Path, query: str, timeout_s: float, max_rows: int) -> Ro
         "timeout_s": timeout_s,
         "max_rows": max_rows,
     }
-    answer = _answer(request)
+    answer = _ask_twice(request)
     if "error" in answer:
         raise QueryError(answer["error"])
     return [tuple(row) for row in answer["rows"]]
 
 
-def _answer(request: dict) -> dict:
+def _ask_twice(request: dict) -> dict:
+    """A worker may die for reasons other than the query: ask another one."""
     late = {"error": f"stopped after {request['timeout_s']:g} s"}
     status = None
-    for _ in range(2):  # a process may be gone for reasons of its own
+    for _ in range(2):
         try:
-            return _ask_any(request)
+            return _ask(request)
         except _Late:
             return late
-        except _Gone as gone:
-            status = gone.status
+        except _Died as died:
+            status = died.status
         if status == -signal.SIGALRM:
             return late
         if status in _OUT_OF_MEMORY:
@@ -152,20 +165,17 @@ def _answer(request: dict) -> dict:
     return {"error": f"stopped: its process ended (status {status})"}
 
 
-_OUT_OF_MEMORY = {
-    -signal.SIGKILL,
-    -signal.SIGABRT,
-    -signal.SIGSEGV,
-}  # the kernel, or a library that got none
+# By the kernel, or by a library whose allocation failed.
+_OUT_OF_MEMORY = {-signal.SIGKILL, -signal.SIGABRT, -signal.SIGSEGV}
 
 
-def _ask_any(request: dict) -> dict:
+def _ask(request: dict) -> dict:
     with _processes:
-        place = _Place()
+        slot = _QuickSlot()
         try:
             worker = _idle_worker() or _Worker()
             try:
-                answer = worker.ask(request, place.leave)
+                answer = worker.ask(request, slot.release)
             except BaseException:
                 worker.end()
                 raise
@@ -175,18 +185,18 @@ def _ask_any(request: dict) -> dict:
                 _idle.append(worker)
             return answer
         finally:
-            place.leave()
+            slot.release()
 
 
-class _Place:
+class _QuickSlot:
     def __init__(self):
-        _places.acquire()
-        self._is_taken = True
+        _quick_slots.acquire()
+        self._is_held = True
 
-    def leave(self) -> None:
-        if self._is_taken:
-            self._is_taken = False
-            _places.release()
+    def release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            _quick_slots.release()
 
 
 def _idle_worker() -> _Worker | None:
@@ -197,7 +207,7 @@ def _idle_worker() -> _Worker | None:
             return None
         if worker.process.poll() is None:
             return worker
-        worker.end()  # it died meanwhile
+        worker.end()  # it died while idle
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""How text environments read a turn: `<tag>...</tag>` after the thinking."""
+"""Parsing of a turn: `<tag>...</tag>` after the thinking."""
 
 import re
 
@@ -8,14 +8,12 @@ def after_thinking(text: str) -> str:
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """What is between the last `<tag>` and its end, or None."""
+    """The text of the last `<tag>`, or None."""
     found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return found[-1].strip() if found else None
 
 
 def shortened(text: str, characters: int) -> str:
-    return (
-        text
-        if len(text) <= characters
-        else f"{text[:characters]}\n... ({len(text) - characters} more characters)"
-    )
+    if len(text) <= characters:
+        return text
+    return f"{text[:characters]}\n... ({len(text) - characters} more characters)"

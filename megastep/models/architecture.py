@@ -1,28 +1,38 @@
 """The shape of a model, read from a Hugging Face `config.json`.
 
-A leaf: no torch, no transformers, so that a config can be checked against its model in milliseconds.
+No torch, no transformers: a config is checked against its model in milliseconds. Each family has
+its own file: llama.py, qwen2.py, qwen3.py, qwen3_moe.py, mixtral.py.
 
-    family       attention                   feed-forward
-    llama        optional biases everywhere  dense
-    qwen2        bias on q, k, v             dense
-    qwen3        norm on q and k             dense
-    qwen3_moe    norm on q and k             experts, some layers may be dense
-    mixtral                                  experts in every layer
-
-Deliberately left out, and refused by name: sliding windows that are shorter than the context, rope
-types that change with the length of the input, activations other than SiLU, shared experts.
+Not supported, each with its own error: sliding windows shorter than the context, rope types that
+depend on the input length, activations other than SiLU, shared experts.
 """
 
 import json
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megastep.errors import ArchitectureError
+from megastep.models.family import Experts, Family
+from megastep.models.hf_config import (
+    MAX_CONFIG_BYTES,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    HFConfig,
+    is_number,
+    short,
+)
+from megastep.models.llama import LLAMA
+from megastep.models.mixtral import MIXTRAL
+from megastep.models.qwen2 import QWEN2
+from megastep.models.qwen3 import QWEN3
+from megastep.models.qwen3_moe import QWEN3_MOE
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_NEEDS = {
     "default": (),
@@ -44,25 +54,6 @@ ROPE_NUMBERS = (
 )
 VOCAB_MULTIPLE = 128  # see padded_vocab
 
-# Several times what the largest models have. Beyond lie typing errors, and hours of laying out layers.
-MAX_BYTES = 4 << 20  # of config.json
-MAX_LAYERS = 1024
-MAX_WIDTH = 1 << 20
-MAX_HEADS = 4096
-MAX_VOCAB = 1 << 24
-MAX_POSITIONS = 1 << 28
-MAX_EXPERTS = 4096
-MAX_ALL_EXPERTS = 1 << 16
-
-
-@dataclass(frozen=True)
-class Experts:
-    count: int
-    top_k: int
-    hidden: int  # width of one expert
-    normalize_top_k: bool  # do the chosen experts' weights sum to one
-    layers: tuple[bool, ...]  # which layers have experts; the others are dense
-
 
 @dataclass(frozen=True)
 class Architecture:
@@ -76,19 +67,19 @@ class Architecture:
     vocab: int
     max_positions: int
     norm_eps: float
-    tied: bool  # input embedding and output head are one tensor
+    tied: bool  # input embedding and output head share one tensor
     qkv_bias: bool
     all_bias: bool  # every linear layer has a bias (llama with attention_bias and mlp_bias)
     qk_norm: bool
     init_std: float
     experts: Experts | None
-    hf: dict = field(repr=False, compare=False)  # config.json as it was read
+    hf: dict[str, Any] = field(repr=False, compare=False)  # config.json
 
     @property
     def padded_vocab(self) -> int:
         """Rows of the embedding in Megatron.
 
-        The multiple does not depend on the layout, so a checkpoint has one shape under every
+        The multiple does not depend on the parallel layout: a checkpoint has one shape under every
         tensor-parallel size that divides it.
         """
         return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -117,235 +108,144 @@ def read_architecture(folder: str | Path) -> Architecture:
 def _read_json(path: Path) -> Any:
     try:
         with open(path, "rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ArchitectureError(
-                f"{path}: larger than {MAX_BYTES >> 20} MiB; a config.json is not"
-            )
-        return json.loads(content)
-    except ArchitectureError:
-        raise
+            content = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise ArchitectureError(f"{path}: cannot be read ({error.strerror})") from None
+    if len(content) > MAX_CONFIG_BYTES:
+        raise ArchitectureError(
+            f"{path}: larger than {MAX_CONFIG_BYTES >> 20} MiB; a config.json is not"
+        )
+    try:
+        return json.loads(content)
     except RecursionError:
         raise ArchitectureError(f"{path}: not readable as JSON (nested too deeply)") from None
-    except ValueError as error:  # of JSON, of its encoding, of a number with thousands of digits
+    except ValueError as error:  # syntax, encoding, or a number with thousands of digits
         raise ArchitectureError(f"{path}: not readable as JSON ({error})") from None
 
 
-def parse_architecture(hf: dict, where: str = "config.json") -> Architecture:
-    family = hf.get("model_type")
-    if family not in FAMILIES:
+def parse_architecture(hf: dict[str, Any], where: str = "config.json") -> Architecture:
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ArchitectureError(
-            f"{where}: unknown architecture model_type={_short(family)}; supported: {known}"
+            f"{where}: unknown architecture model_type={short(model_type)}; supported: {known}"
         )
-    entries = _Entries(hf, where, family)
-    _check_supported(entries)
-    biased = entries.flag("attention_bias") and entries.flag("mlp_bias")
-    layers = entries.count("num_hidden_layers", MAX_LAYERS)
-    hidden = entries.count("hidden_size", MAX_WIDTH)
-    heads = entries.count("num_attention_heads", MAX_HEADS)
+    family = FAMILIES[model_type]
+    config = HFConfig(hf, where, model_type)
+    _check_supported(config, family)
+    biased = config.flag("attention_bias") and config.flag("mlp_bias")
+    layers = config.count("num_hidden_layers", MAX_LAYERS)
+    hidden = config.count("hidden_size", MAX_WIDTH)
+    heads = config.count("num_attention_heads", MAX_HEADS)
     return Architecture(
-        family=family,
+        family=model_type,
         layers=layers,
         hidden=hidden,
-        ffn_hidden=entries.count("intermediate_size", MAX_WIDTH),
+        ffn_hidden=config.count("intermediate_size", MAX_WIDTH),
         heads=heads,
-        kv_heads=_kv_heads(entries, heads),
-        head_dim=_head_dim(entries, hidden, heads),
-        vocab=entries.count("vocab_size", MAX_VOCAB),
-        max_positions=entries.count("max_position_embeddings", MAX_POSITIONS),
-        norm_eps=entries.number("rms_norm_eps", 1e-6, above=0.0, most=1.0),
-        tied=entries.flag("tie_word_embeddings"),
-        qkv_bias=family == "qwen2" or biased,
+        kv_heads=_kv_heads(config, heads),
+        head_dim=_head_dim(config, hidden, heads),
+        vocab=config.count("vocab_size", MAX_VOCAB),
+        max_positions=config.count("max_position_embeddings", MAX_POSITIONS),
+        norm_eps=config.number("rms_norm_eps", 1e-6, above=0.0, most=1.0),
+        tied=config.flag("tie_word_embeddings"),
+        qkv_bias=family.qkv_bias or biased,
         all_bias=biased,
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        init_std=entries.number("initializer_range", 0.02, above=0.0, most=10.0),
-        experts=_experts(entries, layers),
+        qk_norm=family.qk_norm,
+        init_std=config.number("initializer_range", 0.02, above=0.0, most=10.0),
+        experts=family.experts(config, layers) if family.experts else None,
         hf=hf,
     )
 
 
-class _Entries:
-    """Typed reading of config.json: one line with file and key for what is not as it must be."""
-
-    def __init__(self, hf: dict, where: str, family: str):
-        self.hf, self.where, self.family = hf, where, family
-
-    def wrong(self, key: str, right: str) -> ArchitectureError:
-        value = self.hf
-        for part in key.split("."):
-            value = value.get(part)
-        return ArchitectureError(f"{self.where}: {key} = {_short(value)}: {right}")
-
-    def has(self, key: str) -> bool:
-        return self.hf.get(key) is not None
-
-    def count(self, key: str, most: int) -> int:
-        if not self.has(key):
-            raise ArchitectureError(f"{self.where}: {key} is missing, {self.family} needs it")
-        value = self.hf[key]
-        if type(value) is not int or not 1 <= value <= most:
-            raise self.wrong(key, f"must be a whole number from 1 to {most}")
-        return value
-
-    def number(self, key: str, default: float, above: float, most: float) -> float:
-        value = self.hf[key] if self.has(key) else default
-        if not _is_number(value) or not above < value <= most:
-            raise self.wrong(key, f"must be a number above {above:g}, at most {most:g}")
-        return value
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self.hf[key] if self.has(key) else default
-        if type(value) is not bool:
-            raise self.wrong(key, "must be true or false")
-        return value
-
-    def section(self, key: str) -> dict:
-        value = self.hf[key] if self.has(key) else {}
-        if not isinstance(value, dict):
-            raise self.wrong(key, "must be an object")
-        return value
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _short(value: Any) -> str:
-    text = (
-        ascii(value)
-        if not isinstance(value, int) or abs(value) < 1 << 64
-        else "a number beyond 64 bits"
-    )
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _kv_heads(entries: _Entries, heads: int) -> int:
-    kv_heads = (
-        entries.count("num_key_value_heads", MAX_HEADS)
-        if entries.has("num_key_value_heads")
-        else heads
-    )
+def _kv_heads(config: HFConfig, heads: int) -> int:
+    if not config.has("num_key_value_heads"):
+        return heads
+    kv_heads = config.count("num_key_value_heads", MAX_HEADS)
     if heads % kv_heads:
-        raise entries.wrong("num_key_value_heads", f"does not divide num_attention_heads = {heads}")
+        raise config.invalid(
+            "num_key_value_heads", f"does not divide num_attention_heads = {heads}"
+        )
     return kv_heads
 
 
-def _head_dim(entries: _Entries, hidden: int, heads: int) -> int:
-    if entries.has("head_dim"):
-        head_dim = entries.count("head_dim", MAX_WIDTH)
+def _head_dim(config: HFConfig, hidden: int, heads: int) -> int:
+    if config.has("head_dim"):
+        key = "head_dim"
+        head_dim = config.count("head_dim", MAX_WIDTH)
     else:
+        key = "hidden_size"
         if hidden % heads:
-            raise entries.wrong(
-                "hidden_size", f"num_attention_heads = {heads} does not divide it; give head_dim"
+            raise config.invalid(
+                key, f"num_attention_heads = {heads} does not divide it; give head_dim"
             )
         head_dim = hidden // heads
     if head_dim % 2:
-        key = "head_dim" if entries.has("head_dim") else "hidden_size"
-        raise entries.wrong(key, f"makes heads of {head_dim}; rotary embeddings need an even size")
+        raise config.invalid(key, f"makes heads of {head_dim}; rotary embeddings need an even size")
     return head_dim
 
 
-def _experts(entries: _Entries, layers: int) -> Experts | None:
-    if entries.family not in ("mixtral", "qwen3_moe"):
-        return None
-    # transformers 5 writes the second name
-    name = (
-        "num_experts"
-        if entries.family == "qwen3_moe" and entries.has("num_experts")
-        else "num_local_experts"
-    )
-    count = entries.count(name, MAX_EXPERTS)
-    if count * layers > MAX_ALL_EXPERTS:
-        raise entries.wrong(name, f"in {layers} layers: more than {MAX_ALL_EXPERTS} experts in all")
-    top_k = entries.count("num_experts_per_tok", MAX_EXPERTS)
-    if top_k > count:
-        raise entries.wrong("num_experts_per_tok", f"must not exceed {name} = {count}")
-    if entries.family == "mixtral":
-        hidden = entries.count("intermediate_size", MAX_WIDTH)
-        return Experts(count, top_k, hidden, normalize_top_k=True, layers=(True,) * layers)
-    return Experts(
-        count=count,
-        top_k=top_k,
-        hidden=entries.count("moe_intermediate_size", MAX_WIDTH),
-        normalize_top_k=entries.flag("norm_topk_prob"),
-        layers=_expert_layers(entries, layers),
-    )
+# ---------------------------------------------------------------- supported features
 
 
-def _expert_layers(entries: _Entries, layers: int) -> tuple[bool, ...]:
-    dense = entries.hf.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
-        raise entries.wrong(
-            "mlp_only_layers", f"must be a list of layers, each from 0 to {layers - 1}"
-        )
-    every = (
-        entries.count("decoder_sparse_step", MAX_LAYERS)
-        if entries.has("decoder_sparse_step")
-        else 1
-    )
-    return tuple(i not in dense and (i + 1) % every == 0 for i in range(layers))
-
-
-# ---------------------------------------------------------------- what is supported
-
-
-def rope_type(hf: dict) -> str:
-    """transformers 5 writes `rope_parameters`, earlier versions `rope_scaling` beside `rope_theta`."""
+def rope_type(hf: dict[str, Any]) -> str:
+    """transformers 5 writes `rope_parameters`, earlier versions `rope_scaling` and `rope_theta`."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
-def _check_supported(entries: _Entries) -> None:
-    hf, where = entries.hf, entries.where
-    act = hf.get("hidden_act", "silu")
+def _check_supported(config: HFConfig, family: Family) -> None:
+    where = config.where
+    act = config.hf.get("hidden_act", "silu")
     if act != "silu":
-        raise ArchitectureError(f"{where}: hidden_act={_short(act)} is not supported; silu is")
-    _check_rope(entries)
-    attention_bias, mlp_bias = entries.flag("attention_bias"), entries.flag("mlp_bias")
+        raise ArchitectureError(f"{where}: hidden_act={short(act)} is not supported; silu is")
+    _check_rope(config)
+    attention_bias = config.flag("attention_bias")
+    mlp_bias = config.flag("mlp_bias")
     if attention_bias != mlp_bias:
         raise ArchitectureError(
             f"{where}: attention_bias={attention_bias} with mlp_bias={mlp_bias} is not supported; "
             "Megatron-Core has biases in both or in neither"
         )
-    slides = entries.flag(
-        "use_sliding_window", default=entries.family == "mixtral"
-    ) and entries.has("sliding_window")
-    if not slides:
+    _check_sliding_window(config, family)
+
+
+def _check_sliding_window(config: HFConfig, family: Family) -> None:
+    enabled = config.flag("use_sliding_window", default=family.sliding_window)
+    if not enabled or not config.has("sliding_window"):
         return
-    window, positions = (
-        entries.count(key, MAX_POSITIONS) for key in ("sliding_window", "max_position_embeddings")
-    )
-    if window < positions:
+    window = config.count("sliding_window", MAX_POSITIONS)
+    if window < config.count("max_position_embeddings", MAX_POSITIONS):
         raise ArchitectureError(
-            f"{where}: sliding_window={window} is shorter than max_position_embeddings, which is not supported"
+            f"{config.where}: sliding_window={window} is shorter than max_position_embeddings, "
+            "which is not supported"
         )
 
 
-def _check_rope(entries: _Entries) -> None:
-    entries.number("rope_theta", 1e4, above=0.0, most=1e15)
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = entries.section(name)
-        if name == "rope_scaling" and entries.section("rope_parameters"):
-            continue  # the first counts
-        if not rope:
+def _check_rope(config: HFConfig) -> None:
+    config.number("rope_theta", 1e4, above=0.0, most=1e15)
+    parameters = config.section("rope_parameters")
+    scaling = config.section("rope_scaling")
+    if parameters:  # takes precedence
+        _check_rope_section(config, "rope_parameters", parameters)
+    elif scaling:
+        _check_rope_section(config, "rope_scaling", scaling)
+
+
+def _check_rope_section(config: HFConfig, name: str, rope: dict[str, Any]) -> None:
+    kind = rope_type(config.hf)
+    if kind not in ROPE_TYPES:
+        supported = ", ".join(ROPE_TYPES)
+        raise ArchitectureError(
+            f"{config.where}: rope type {short(kind)} is not supported; supported: {supported}"
+        )
+    for key, value in rope.items():
+        if key not in ROPE_NUMBERS or value is None:
             continue
-        kind = rope_type(entries.hf)
-        if kind not in ROPE_TYPES:
-            supported = ", ".join(ROPE_TYPES)
-            what = f"rope type {_short(kind)} is not supported; supported: {supported}"
-            raise ArchitectureError(f"{entries.where}: {what}")
-        for key, value in rope.items():
-            if (
-                key in ROPE_NUMBERS
-                and value is not None
-                and not (_is_number(value) and 0 < value <= 1e15)
-            ):
-                raise entries.wrong(f"{name}.{key}", "must be a number above 0")
-        for key in ROPE_NEEDS[kind]:
-            if rope.get(key) is None:
-                raise ArchitectureError(
-                    f"{entries.where}: {name}.{key} is missing, rope type {kind} needs it"
-                )
+        if not is_number(value) or not 0 < value <= 1e15:
+            raise config.invalid(f"{name}.{key}", "must be a number above 0")
+    for key in ROPE_NEEDS[kind]:
+        if rope.get(key) is None:
+            raise ArchitectureError(
+                f"{config.where}: {name}.{key} is missing, rope type {kind} needs it"
+            )

@@ -1,4 +1,4 @@
-"""A model folder's config.json as transformers sees it: ranks and engines read it too, long after the start."""
+"""A model folder's config.json as transformers reads it, in policy ranks and engines."""
 
 from pathlib import Path
 
@@ -7,12 +7,12 @@ from megastep.errors import ConfigError
 
 
 def check_readable(config: Config) -> None:
-    """models/architecture.py has looked at what it needs; transformers wants the other entries to be right as well."""
+    """Load config.json with transformers: models/architecture.py checks only what it reads."""
     from transformers import AutoConfig
 
     try:
         AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
-    except Exception as error:  # the library raises many kinds for wrong types and values
+    except Exception as error:  # transformers raises many types for invalid values
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         where = Path(config.model.path) / "config.json"
         raise ConfigError(

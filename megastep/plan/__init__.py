@@ -1,1 +1,1 @@
-"""`megastep plan`: does a config fit, before the cluster is rented. Nothing is allocated, no GPU is needed."""
+"""`megastep plan`: whether a config fits. Nothing is allocated, no GPU is needed."""

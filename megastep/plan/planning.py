@@ -1,11 +1,12 @@
-"""The memory of every kind of GPU in a run, and what a batch costs, from a config alone.
+"""Memory of every GPU of a run, and the cost of a batch, from a config alone.
 
-    policy rank     weights, gradients, optimizer (shares.py), activations (activations.py)
-    engine GPU      weights, room for keys and values
-    colocated       both on one GPU: training while the engine sleeps, rollouts while the policy rests, with its weights
+    policy rank     weights, gradients, optimizer (model_states.py), activations (activations.py)
+    engine GPU      weights, KV cache
+    colocated       training while the engine sleeps; rollouts while the policy is offloaded, except
+                    its weights
 
-Assumed, because only a GPU could tell: RESERVE_GIB for CUDA, NCCL and what allocators waste; ENGINE_WORK_GIB for
-vLLM's largest forward pass; ASLEEP_GIB for a sleeping engine.
+Constants that only a GPU could measure: RESERVE_GIB for CUDA, NCCL and allocator fragmentation,
+ENGINE_WORK_GIB for vLLM's largest forward pass, ASLEEP_GIB for a sleeping engine.
 """
 
 import functools
@@ -15,14 +16,16 @@ import torch
 
 from megastep.config import Config
 from megastep.models.architecture import Architecture, read_architecture
-from megastep.plan.activations import Layer, head
-from megastep.plan.shares import Share, shares
+from megastep.plan.activations import Layer, head_bytes
+from megastep.plan.model_states import ModelStates, model_states
 from megastep.policy.model import PRECISIONS
-from megastep.weights.mapping import rows_of
+from megastep.weights.mapping import param_mappings
 
 GIB = 1 << 30
 H100_GIB = 79.6
-RESERVE_GIB, ENGINE_WORK_GIB, ASLEEP_GIB = 6.0, 4.0, 1.0
+RESERVE_GIB = 6.0
+ENGINE_WORK_GIB = 4.0
+ASLEEP_GIB = 1.0
 
 
 @dataclass(frozen=True)
@@ -30,44 +33,43 @@ class Stage:
     """A rank of one pipeline stage, in bytes."""
 
     number: int
-    share: Share
+    states: ModelStates
     optimizer: int  # on the device
-    resting: int  # of it, while a colocated engine works
+    optimizer_in_rollout: int  # on the device while a colocated engine works
     kept: int  # activations of all micro-batches in flight
-    in_flight: float  # micro-batches, as parts of this stage's layers
-    in_layer: int  # gradients of the layer that backward is in, and what is computed again for it
-    in_head: int  # hidden states and logits at the head
-    reference: int  # the policy's own weights, while those of the KL's reference are in their place
+    in_flight: float  # micro-batches, as fractions of this stage's layers
+    layer_peak: int  # backward of one layer: gradients, and what it recomputes
+    head_peak: int  # hidden states and logits at the head
+    reference_peak: int  # the policy's weights while the KL's reference takes their place
     host: int  # in CPU memory
 
     @property
     def activations(self) -> int:
-        """At the worst moment: the head's work, that of a layer and the reference's do not meet."""
-        return max(self.kept + self.in_layer, self.kept + self.in_head, self.reference)
+        """At the peak; those of a layer, the head and the reference never coincide."""
+        return max(self.kept + self.layer_peak, self.kept + self.head_peak, self.reference_peak)
 
     @property
     def policy(self) -> int:
-        share = self.share
-        return share.weights + share.gradients + self.optimizer + self.activations
+        return self.states.weights + self.states.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True)
-class EngineShare:
+class EngineMemory:
     """One GPU of an engine, in bytes."""
 
-    budget: int  # what vLLM takes in all
+    budget: int  # what vLLM may use
     weights: int
-    kv_room: int
+    kv_cache: int
     kv_per_token: int
-    context: int  # tokens of a call, at most
+    context_tokens: int  # of a call, at most
 
     @property
     def kv_tokens(self) -> int:
-        return max(self.kv_room, 0) // self.kv_per_token
+        return max(self.kv_cache, 0) // self.kv_per_token
 
     @property
     def holds_a_call(self) -> bool:
-        return self.kv_tokens >= self.context
+        return self.kv_tokens >= self.context_tokens
 
 
 @dataclass(frozen=True)
@@ -75,164 +77,172 @@ class Plan:
     config: Config
     arch: Architecture
     stages: list[Stage]
-    engine: EngineShare
-    gpu: int  # bytes of a GPU
+    engine: EngineMemory
+    gpu_bytes: int
     trajectory_tokens: int
     parameters: int
 
     # ------------------------------------------------------------ does it fit
 
-    def training(self, stage: Stage) -> int:
-        """Bytes of the GPU of such a rank while the policy trains."""
-        asleep = ASLEEP_GIB * GIB if self.config.cluster.colocate else 0
-        return int(stage.policy + RESERVE_GIB * GIB + asleep)
+    def training_bytes(self, stage: Stage) -> int:
+        """Of a GPU of this stage, while the policy trains."""
+        asleep_gib = ASLEEP_GIB if self.config.cluster.colocate else 0
+        return int(stage.policy + RESERVE_GIB * GIB + asleep_gib * GIB)
 
-    def rolling_out(self, stage: Stage) -> int:
-        """The same while a colocated engine works."""
-        return int(stage.share.weights + stage.resting + RESERVE_GIB * GIB + self.engine.budget)
+    def rollout_bytes(self, stage: Stage) -> int:
+        """Of a GPU of this stage, while a colocated engine works."""
+        policy = stage.states.weights + stage.optimizer_in_rollout
+        return int(policy + RESERVE_GIB * GIB + self.engine.budget)
 
     @property
-    def trains(self) -> bool:
-        """Whether training fits, whatever the engines need."""
-        return all(self.training(stage) <= self.gpu for stage in self.stages)
+    def training_fits(self) -> bool:
+        """Whether training fits; engines may still not."""
+        return all(self.training_bytes(stage) <= self.gpu_bytes for stage in self.stages)
 
-    def troubles(self) -> list[str]:
-        """Why it does not fit, the worst first; nothing if it does."""
+    def problems(self) -> list[str]:
+        """Why the config does not fit, the largest excess first; empty if it does."""
         found = []
         for stage in self.stages:
-            found.append((self.training(stage) - self.gpu, self._in_training(stage)))
+            excess = self.training_bytes(stage) - self.gpu_bytes
+            found.append((excess, self._training_problem(stage)))
             if self.config.cluster.colocate:
-                found.append((self.rolling_out(stage) - self.gpu, self._in_rollout(stage)))
+                excess = self.rollout_bytes(stage) - self.gpu_bytes
+                found.append((excess, self._rollout_problem(stage)))
         engine = self.engine
         if not engine.holds_a_call:
-            found.append(
-                (
-                    engine.context * engine.kv_per_token - engine.kv_room,
-                    f"engine: keys and values of one call of {engine.context} tokens have no room; raise "
-                    "engine.gpu_memory_utilization or engine.tensor_parallel",
-                )
-            )
-        return [
-            f"{why}, {gib(over)} GiB too much"
-            for over, why in sorted(found, reverse=True)
-            if over > 0
-        ]
+            excess = engine.context_tokens * engine.kv_per_token - engine.kv_cache
+            found.append((excess, self._engine_problem()))
+        found.sort(reverse=True)
+        return [f"{problem}, {gib(excess)} GiB too much" for excess, problem in found if excess > 0]
 
-    def _in_rollout(self, stage: Stage) -> str:
-        what = "the weights and the optimizer's part on the GPU" if stage.resting else "the weights"
-        share = self.config.engine.gpu_memory_utilization
-        return f"rollout on stage {stage.number + 1}: engine.gpu_memory_utilization = {share} leaves no room for {what}"
-
-    def _in_training(self, stage: Stage) -> str:
-        share = stage.share
+    def _training_problem(self, stage: Stage) -> str:
         parts = {
-            "weights": share.weights,
-            "gradients": share.gradients,
+            "weights": stage.states.weights,
+            "gradients": stage.states.gradients,
             "optimizer": stage.optimizer,
             "activations": stage.activations,
         }
-        largest = max(parts, key=parts.get)
-        return f"training on stage {stage.number + 1}: most of it is {largest}, {gib(parts[largest])} GiB"
+        name, size = max(parts.items(), key=lambda item: item[1])
+        return f"training on stage {stage.number + 1}: mostly {name}, {gib(size)} GiB"
+
+    def _rollout_problem(self, stage: Stage) -> str:
+        what = "the weights"
+        if stage.optimizer_in_rollout:
+            what = "the weights and the optimizer's part on the GPU"
+        utilization = self.config.engine.gpu_memory_utilization
+        return (
+            f"rollout on stage {stage.number + 1}: engine.gpu_memory_utilization = {utilization} "
+            f"leaves no room for {what}"
+        )
+
+    def _engine_problem(self) -> str:
+        return (
+            f"engine: no room for the KV cache of one call of {self.engine.context_tokens} tokens; "
+            "raise engine.gpu_memory_utilization or engine.tensor_parallel"
+        )
 
     @property
-    def left(self) -> int:
-        """Bytes that the policy's fullest GPU has left; engines on GPUs of their own take what they are told to."""
-        used = [self.training(stage) for stage in self.stages]
+    def free_bytes(self) -> int:
+        """Of the policy's fullest GPU; disaggregated engines use a fixed fraction of theirs."""
+        used = [self.training_bytes(stage) for stage in self.stages]
         if self.config.cluster.colocate:
-            used += [self.rolling_out(stage) for stage in self.stages]
-        return self.gpu - max(used)
+            used += [self.rollout_bytes(stage) for stage in self.stages]
+        return self.gpu_bytes - max(used)
 
-    # ------------------------------------------------------------ what a batch costs
+    # ------------------------------------------------------------ cost of a batch
 
     @property
     def micro_batches(self) -> int:
-        """Per rank and optimizer step, if every trajectory has so many tokens and shares none."""
+        """Per rank and optimizer step, for trajectories of this length without shared prefixes."""
         return micro_batches_per_rank(self.config, self.trajectory_tokens)
 
     @property
     def bubble(self) -> float:
-        """The share of an update in which a pipeline stage waits."""
+        """The fraction of an update in which a pipeline stage is idle."""
         p = self.config.policy.parallel
         return (p.pipeline - 1) / (p.virtual * self.micro_batches + p.pipeline - 1)
 
     @property
     def sync_bytes(self) -> int:
-        """Of one push, into each engine."""
+        """Of one weight sync, per engine."""
         return self.parameters * PRECISIONS[self.config.policy.precision].itemsize
 
     @property
     def batch_tokens(self) -> int:
-        return (
-            self.config.rollout.prompts
-            * self.config.rollout.samples_per_prompt
-            * self.trajectory_tokens
-        )
+        rollout = self.config.rollout
+        return rollout.prompts * rollout.samples_per_prompt * self.trajectory_tokens
 
     @property
-    def route_bytes(self) -> int:
-        """Of the experts that a batch has used."""
+    def routing_bytes(self) -> int:
+        """Of the routed experts of a batch."""
         experts = self.arch.experts
         if experts is None or not self.config.routing_replay.enabled:
             return 0
-        return (
-            self.batch_tokens
-            * sum(experts.layers)
-            * experts.top_k
-            * (1 if experts.count <= 256 else 2)
-        )
+        index_bytes = 1 if experts.count <= 256 else 2
+        return self.batch_tokens * sum(experts.layers) * experts.top_k * index_bytes
 
 
 def gib(count: float) -> str:
-    return f"{count / GIB:.1f}" if count == 0 or abs(count) >= 0.05 * GIB else f"{count / GIB:.1g}"
+    is_small = 0 < abs(count) < 0.05 * GIB
+    return f"{count / GIB:.1g}" if is_small else f"{count / GIB:.1f}"
 
 
 def make_plan(
     config: Config,
     gpu_gib: float = H100_GIB,
     trajectory_tokens: int | None = None,
-    known_shares: list[Share] | None = None,
+    states: list[ModelStates] | None = None,
 ) -> Plan:
-    """trajectory_tokens: by default those of the longest model call. known_shares: of the same layout, if at hand."""
+    """trajectory_tokens: by default those of the longest model call. states: if already known."""
     arch = read_architecture(config.model.path)
-    longest = config.prompt_tokens(arch) + config.rollout.max_response_tokens
-    tokens = longest if trajectory_tokens is None else trajectory_tokens
-    found = shares(config, arch) if known_shares is None else known_shares
-    count = micro_batches_per_rank(config, tokens)
-    stages = [
-        stage_memory(config, arch, number, share, count) for number, share in enumerate(found)
-    ]
+    if trajectory_tokens is None:
+        trajectory_tokens = config.prompt_tokens(arch) + config.rollout.max_response_tokens
+    if states is None:
+        states = model_states(config, arch)
+    micro_batches = micro_batches_per_rank(config, trajectory_tokens)
     return Plan(
-        config,
-        arch,
-        stages,
-        engine_share(config, gpu_gib),
-        int(gpu_gib * GIB),
-        tokens,
-        parameters(arch),
+        config=config,
+        arch=arch,
+        stages=[
+            stage_memory(config, arch, number, of_stage, micro_batches)
+            for number, of_stage in enumerate(states)
+        ],
+        engine=engine_memory(config, gpu_gib),
+        gpu_bytes=int(gpu_gib * GIB),
+        trajectory_tokens=trajectory_tokens,
+        parameters=parameters(arch),
     )
 
 
 @functools.cache
 def parameters(arch: Architecture) -> int:
-    return sum(torch.Size(shape).numel() for row in rows_of(arch).values() for _, shape in row.hf)
+    shapes = [shape for mapping in param_mappings(arch).values() for _, shape in mapping.hf]
+    return sum(torch.Size(shape).numel() for shape in shapes)
 
 
 def micro_batches_per_rank(config: Config, trajectory_tokens: int) -> int:
-    """Per rank. A prompt's trajectories are cut into runs that fit a micro-batch, and what is left over of prompts is
-    put together (samples/packing.py). One that is longer than the budget is cut too: it has several calls."""
-    p, prompts, samples = (
-        config.policy.parallel,
-        config.mini_batch_prompts,
-        config.rollout.samples_per_prompt,
-    )
-    together = config.budget_tokens // trajectory_tokens  # trajectories of a micro-batch
-    if together == 0:
+    """Micro-batches of an optimizer step on each rank, as samples/packing.py packs them.
+
+    A prompt's trajectories fill whole micro-batches; the remainders of several prompts share one.
+    A trajectory longer than the budget is split between its calls.
+
+    Example: 4 prompts × 8 trajectories of 5 tokens, a budget of 16 tokens. 3 trajectories fit, so a
+    prompt fills 2 micro-batches and leaves 2 trajectories; a micro-batch holds the remainder of one
+    prompt (3 // 2). In all 4 × 2 + 4 = 12 micro-batches, 6 on each of 2 ranks.
+    """
+    prompts = config.mini_batch_prompts
+    samples = config.rollout.samples_per_prompt
+    per_micro_batch = config.budget_tokens // trajectory_tokens
+    if per_micro_batch == 0:
         count = -(-prompts * samples * trajectory_tokens // config.budget_tokens)
     else:
-        full, over = divmod(samples, together)
-        count = prompts * full + (-(-prompts // (together // over)) if over else 0)
-    rounds_of = p.pipeline if p.virtual > 1 else 1
-    return -(-count // (config.data_ranks * rounds_of)) * rounds_of
+        full, remainder = divmod(samples, per_micro_batch)
+        count = prompts * full
+        if remainder:
+            count += -(-prompts // (per_micro_batch // remainder))
+    p = config.policy.parallel
+    multiple_of = p.pipeline if p.virtual > 1 else 1
+    return -(-count // (config.data_ranks * multiple_of)) * multiple_of
 
 
 # ---------------------------------------------------------------- one rank
@@ -242,74 +252,81 @@ def stage_memory(
     config: Config,
     arch: Architecture,
     number: int,
-    share: Share,
+    states: ModelStates,
     micro_batches: int,
     cuda: bool = True,
 ) -> Stage:
     policy = config.policy
-    size, tokens = PRECISIONS[policy.precision].itemsize, config.train.micro_batch_tokens
+    itemsize = PRECISIONS[policy.precision].itemsize
+    tokens = config.train.micro_batch_tokens
     layers = [
-        Layer(arch, policy.parallel, first + i, size, cuda)
-        for first, count in zip(share.first_layer, share.layers)
+        Layer(arch, policy.parallel, first + i, itemsize, cuda)
+        for first, count in zip(states.first_layer, states.layers)
         for i in range(count)
     ]
     flight = in_flight(policy.parallel.pipeline, policy.parallel.virtual, number, micro_batches)
-    of_layers = [layer.kept(policy.recompute) * tokens * flight for layer in layers]
-    stay = len(layers) - policy.activation_offload_layers
-    in_layer = (
-        max(layer.again(policy.recompute) + layer.gradients for layer in layers) * tokens
-        + share.largest_weight
-    )
-    one_layer = max(sum(layer.parts.values()) for layer in layers) * tokens
-    fraction, has_reference = config.optimizer.cpu_offload_fraction, config.loss.kl_coef > 0
+    kept = [layer.kept(policy.recompute) * tokens * flight for layer in layers]
+    on_device = len(layers) - policy.activation_offload_layers
+    backward = max(layer.recomputed(policy.recompute) + layer.gradients for layer in layers)
+    head_peak = 0
+    if states.has_head:
+        head_peak = head_bytes(arch, policy.parallel, tokens, policy.logits_chunk_rows, itemsize)
+    reference_peak = 0.0
+    host = _optimizer_on_host(config, states) + sum(kept[on_device:])
+    if config.loss.kl_coef > 0:
+        forward = max(sum(layer.parts.values()) for layer in layers) * tokens
+        reference_peak = states.weights + forward
+        host += states.weights
+    offloaded = config.optimizer.cpu_offload_fraction
+    optimizer = int(states.optimizer * (1 - offloaded))
     return Stage(
         number=number,
-        share=share,
-        optimizer=int(share.optimizer * (1 - fraction)),
-        resting=int(share.optimizer * (1 - fraction)) if fraction > 0 else 0,
-        kept=int(sum(of_layers[:stay])),
+        states=states,
+        optimizer=optimizer,
+        # Megatron's hybrid optimizer cannot move its part off the GPU.
+        optimizer_in_rollout=optimizer if offloaded > 0 else 0,
+        kept=int(sum(kept[:on_device])),
         in_flight=flight,
-        in_layer=int(in_layer),
-        in_head=head(arch, policy.parallel, tokens, policy.logits_chunk_rows, size)
-        if share.has_head
-        else 0,
-        reference=int(share.weights + one_layer) if has_reference else 0,
-        host=int(
-            _optimizer_on_host(config, share)
-            + sum(of_layers[stay:])
-            + share.weights * has_reference
-        ),
+        layer_peak=int(backward * tokens + states.largest_weight),
+        head_peak=head_peak,
+        reference_peak=int(reference_peak),
+        host=int(host),
     )
 
 
-def _optimizer_on_host(config: Config, share: Share) -> float:
-    """Bytes in CPU memory: what waits there while a colocated engine works, or the part that lives there. Beside its
-    weights and moments, 12 bytes, that part has its gradients there, at the least another 4: torch rounds pinned
-    memory up to powers of two."""
+def _optimizer_on_host(config: Config, states: ModelStates) -> float:
+    """Bytes in CPU memory: the offloaded fraction, or all of it while a colocated engine works.
+
+    An offloaded parameter takes 12 bytes for weight and moments, and at least 4 for its gradient:
+    torch rounds pinned memory up to powers of two.
+    """
     if config.optimizer.cpu_offload_fraction > 0:
-        return share.owned * 16 * config.optimizer.cpu_offload_fraction
-    return share.optimizer if config.cluster.colocate else 0
+        return states.optimizer_parameters * 16 * config.optimizer.cpu_offload_fraction
+    return states.optimizer if config.cluster.colocate else 0
 
 
 def in_flight(pipeline: int, virtual: int, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a stage holds at once, at most. Megatron's schedules: one forward, one backward;
-    interleaved, chunks of layers come and go instead."""
+    """Micro-batches whose activations a stage holds at the peak of Megatron's schedules.
+
+    1F1B; interleaved, it holds chunks of layers instead: a fraction of a micro-batch each.
+    """
     if virtual == 1:
         return min(micro_batches, pipeline - stage)
     chunks = 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
     return min(chunks, micro_batches * virtual) / virtual
 
 
-def engine_share(config: Config, gpu_gib: float) -> EngineShare:
+def engine_memory(config: Config, gpu_gib: float) -> EngineMemory:
     arch = read_architecture(config.model.path)
-    size, tensor = PRECISIONS[config.policy.precision].itemsize, config.engine.tensor_parallel
-    weights = parameters(arch) * size // tensor
+    itemsize = PRECISIONS[config.policy.precision].itemsize
+    tensor = config.engine.tensor_parallel
+    weights = parameters(arch) * itemsize // tensor
     budget = int(config.engine.gpu_memory_utilization * gpu_gib * GIB)
     kv_heads = max(arch.kv_heads // tensor, 1)
-    return EngineShare(
+    return EngineMemory(
         budget=budget,
         weights=weights,
-        kv_room=int(budget - weights - ENGINE_WORK_GIB * GIB),
-        kv_per_token=2 * arch.layers * kv_heads * arch.head_dim * size,
-        context=config.context_tokens(arch),
+        kv_cache=int(budget - weights - ENGINE_WORK_GIB * GIB),
+        kv_per_token=2 * arch.layers * kv_heads * arch.head_dim * itemsize,
+        context_tokens=config.context_tokens(arch),
     )

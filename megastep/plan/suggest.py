@@ -1,143 +1,207 @@
-"""The nearest config that fits: the fewest and smallest changes to what the user wrote."""
+"""The nearest config that fits: the fewest and smallest changes to the given one."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any, TypeVar
 
 from megastep.config import Config, validate, value_of
 from megastep.models.architecture import Architecture, read_architecture
-from megastep.plan.planning import GIB, RESERVE_GIB, Plan, engine_share, make_plan, parameters
-from megastep.plan.shares import Share, shares
+from megastep.plan.model_states import ModelStates, model_states
+from megastep.plan.planning import GIB, RESERVE_GIB, Plan, engine_memory, make_plan, parameters
 from megastep.policy.model import PRECISIONS
 
-Change = dict[str, object]  # values by key
+Change = dict[str, Any]  # values by key
+Section = TypeVar("Section")  # a config, or a section of it
+
 SIZES = (1, 2, 4, 8, 16, 32)
-IN_A_NODE = (1, 2, 4, 8)  # GPUs: where tensor parallelism stays
+NODE_SIZES = (1, 2, 4, 8)  # GPUs: tensor parallelism stays inside a node
+
+# The cost of a change: per doubling or halving of a size, or once for other settings.
+COST_PER_DOUBLING = {
+    "policy.parallel.tensor": 1.0,
+    "policy.parallel.pipeline": 1.0,
+    "policy.parallel.expert": 1.0,
+    "policy.ranks": 5.0,
+    "engine.tensor_parallel": 1.0,
+    "train.micro_batch_tokens": 0.7,
+}
+COST = {
+    "policy.recompute": 1.0,
+    "optimizer.cpu_offload_fraction": 2.5,
+    "engine.gpu_memory_utilization": 0.5,
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    policy: int  # number of its policy change
+    change: Change  # of policy and engines
+    cost: float
 
 
 def suggest(
     config: Config, gpu_gib: float, trajectory_tokens: int | None
 ) -> tuple[Change, Plan] | None:
-    """What to change, and the plan then; None: nothing that is tried fits, four times the GPUs included."""
-    arch = read_architecture(config.model.path)
-    engines = _engines(config, gpu_gib)
-    of_policy = (
-        [(_cost(config, change), change) for change in _of_policy(config, arch)] if engines else []
-    )
-    known: dict[str, list[Share]] = {}  # of each layout
-    trains: dict[int, bool] = {}  # whether it is valid, and training fits, by index in of_policy
-    candidates = [
-        (cost + engine_cost, i, engine)
-        for i, (cost, _) in enumerate(of_policy)
-        for engine_cost, engine in engines
-    ]
-    for _, i, engine in sorted(candidates, key=lambda candidate: candidate[0]):
-        if not trains.get(i, True):
-            continue
-        change = of_policy[i][1] | engine
-        changed = _with(config, change)
-        if i not in trains and (
-            validate(changed, has_cuda=True) or _least(changed, arch) > gpu_gib
-        ):
-            trains[i] = False
-            continue
-        layout = f"{changed.policy.parallel} {changed.policy.ranks}"
-        if layout not in known:
-            known[layout] = shares(changed, arch)
-        plan = make_plan(changed, gpu_gib, trajectory_tokens, known[layout])
-        if not plan.troubles():
-            return change, plan
-        trains[i] = plan.trains
+    """The cheapest change with which the config fits, and its plan; None: no candidate fits.
+
+    A policy change with which training does not fit is not tried with other engines. Example,
+    Qwen3-30B-A3B with contexts of 16384 tokens on 16 GPUs:
+
+        cost   change
+        0      none                               training does not fit
+        0.7    train.micro_batch_tokens=8192      invalid: less than the longest call
+        1.0    policy.parallel.pipeline=1         training does not fit
+        1.0    policy.parallel.expert=4           training does not fit
+        1.0    policy.recompute=[full]            fits: the result
+    """
+    planner = _Planner(config, gpu_gib, trajectory_tokens)
+    rejected: set[int] = set()  # policy changes: invalid, or training does not fit
+    for candidate in _candidates(config, gpu_gib):
+        if candidate.policy in rejected:
+            continue  # with any engines
+        plan = planner.plan(candidate.change)
+        if plan is None or not plan.training_fits:
+            rejected.add(candidate.policy)
+        elif not plan.problems():
+            return candidate.change, plan
     return None
 
 
-def _engines(config: Config, gpu_gib: float) -> list[tuple[float, Change]]:
-    """Engines on as many GPUs as now that have room for a call: for each share of a GPU the nearest."""
+def _candidates(config: Config, gpu_gib: float) -> list[Candidate]:
+    """Every policy change with every engine change, the cheapest first."""
+    engine_changes = _engine_changes(config, gpu_gib)
+    if not engine_changes:
+        return []
+    candidates = []
+    for number, policy_change in enumerate(_policy_changes(config)):
+        policy_cost = _cost(config, policy_change)
+        for engine_change in engine_changes:
+            cost = policy_cost + _cost(config, engine_change)
+            candidates.append(Candidate(number, policy_change | engine_change, cost))
+    return sorted(candidates, key=lambda candidate: candidate.cost)
+
+
+class _Planner:
+    """Plans of changed configs. Model states, which take a second, are kept by parallel layout."""
+
+    def __init__(self, config: Config, gpu_gib: float, trajectory_tokens: int | None):
+        self.config = config
+        self.arch = read_architecture(config.model.path)
+        self.gpu_gib = gpu_gib
+        self.trajectory_tokens = trajectory_tokens
+        self._states: dict[str, list[ModelStates]] = {}
+
+    def plan(self, change: Change) -> Plan | None:
+        """None: the changed config is invalid, or even a lower bound of its memory does not fit."""
+        config = _with(self.config, change)
+        if validate(config, has_cuda=True) or _least_gib(config, self.arch) > self.gpu_gib:
+            return None
+        layout = f"{config.policy.parallel} {config.policy.ranks}"
+        if layout not in self._states:
+            self._states[layout] = model_states(config, self.arch)
+        return make_plan(config, self.gpu_gib, self.trajectory_tokens, self._states[layout])
+
+
+def _least_gib(config: Config, arch: Architecture) -> float:
+    """A lower bound for the fullest stage: model states sharded perfectly, and the reserve."""
+    p = config.policy.parallel
+    itemsize = PRECISIONS[config.policy.precision].itemsize
+    optimizer = (12 if itemsize == 2 else 8) * (1 - config.optimizer.cpu_offload_fraction)
+    weights_and_gradients = (itemsize + 4) / (p.tensor * p.pipeline * p.expert)
+    per_parameter = weights_and_gradients + optimizer / config.policy.ranks
+    return parameters(arch) * per_parameter / GIB + RESERVE_GIB
+
+
+# ---------------------------------------------------------------- changes
+
+
+def _engine_changes(config: Config, gpu_gib: float) -> list[Change]:
+    """For each GPU memory utilization, the cheapest change with which a call fits.
+
+    The number of GPUs stays the same.
+    """
     engine = config.engine
     gpus = engine.num_engines * engine.tensor_parallel
-    found: dict[float, tuple[float, Change]] = {}
-    for share, tensor in product(
+    reserve_gib = RESERVE_GIB if config.cluster.colocate else 0.0
+    cheapest: dict[float, Change] = {}
+    for utilization, tensor in product(
         {engine.gpu_memory_utilization, 0.5, 0.7, 0.8, 0.9},
-        sorted({*IN_A_NODE, engine.tensor_parallel}),
+        sorted({*NODE_SIZES, engine.tensor_parallel}),
     ):
-        if gpus % tensor:
+        if gpus % tensor or utilization * gpu_gib + reserve_gib > gpu_gib:
             continue
         change = _differing(
             config,
             {
                 "engine.tensor_parallel": tensor,
                 "engine.num_engines": gpus // tensor,
-                "engine.gpu_memory_utilization": share,
+                "engine.gpu_memory_utilization": utilization,
             },
         )
-        changed, cost = _with(config, change), _cost(config, change)
-        beside = RESERVE_GIB if config.cluster.colocate else 0.0
-        if share * gpu_gib + beside > gpu_gib or validate(changed, has_cuda=True):
+        changed = _with(config, change)
+        if validate(changed, has_cuda=True) or not engine_memory(changed, gpu_gib).holds_a_call:
             continue
-        if engine_share(changed, gpu_gib).holds_a_call and (
-            share not in found or cost < found[share][0]
-        ):
-            found[share] = cost, change
-    return list(found.values())
+        known = cheapest.get(utilization)
+        if known is None or _cost(config, change) < _cost(config, known):
+            cheapest[utilization] = change
+    return list(cheapest.values())
 
 
-def _least(config: Config, arch: Architecture) -> float:
-    """GiB that the fullest stage cannot be below: weights and gradients split by all that can split them, the optimizer
-    by all ranks, and the reserve. The exact shares of a layout take a second to find out."""
-    p, size = config.policy.parallel, PRECISIONS[config.policy.precision].itemsize
-    state = (12 if size == 2 else 8) * (1 - config.optimizer.cpu_offload_fraction)
-    each = (size + 4) / (p.tensor * p.pipeline * p.expert) + state / config.policy.ranks
-    return parameters(arch) * each / GIB + RESERVE_GIB
-
-
-def _of_policy(config: Config, arch: Architecture) -> Iterator[Change]:
-    """Every combination of the policy's settings that memory depends on."""
-    p = config.policy.parallel
-    budgets = [config.train.micro_batch_tokens // n for n in (1, 2, 4)]
-    recompute = [config.policy.recompute] + [["full"]] * (config.policy.recompute != ["full"])
+def _policy_changes(config: Config) -> Iterator[Change]:
+    """Every combination of the policy's settings that memory depends on, up to 4 times the GPUs."""
+    budgets_tokens = [config.train.micro_batch_tokens // n for n in (1, 2, 4)]
+    recompute = [config.policy.recompute]
+    if config.policy.recompute != ["full"]:
+        recompute.append(["full"])
     offload = {config.optimizer.cpu_offload_fraction, 1.0}
-    tensors, pipelines = sorted({*IN_A_NODE, p.tensor}), sorted({*SIZES[:5], p.pipeline})
+    for layout in _layout_changes(config):
+        for budget_tokens, modules, fraction in product(budgets_tokens, recompute, offload):
+            settings = {
+                "train.micro_batch_tokens": budget_tokens,
+                "policy.recompute": modules,
+                "optimizer.cpu_offload_fraction": fraction,
+            }
+            yield _differing(config, layout | settings)
+
+
+def _layout_changes(config: Config) -> Iterator[Change]:
+    """Parallel layouts that divide the ranks; validate() checks the rest."""
+    arch = read_architecture(config.model.path)
+    p = config.policy.parallel
+    tensors = sorted({*NODE_SIZES, p.tensor})
+    pipelines = sorted({*SIZES[:5], p.pipeline})
     experts = sorted({*SIZES, p.expert}) if arch.experts else [1]
     for times, tensor, pipeline, expert in product((1, 2, 4), tensors, pipelines, experts):
         ranks = config.policy.ranks * times
-        if ranks % (tensor * pipeline) or ranks % (expert * pipeline):
-            continue  # most of them; what else can be wrong is left to validate()
-        layout = _layout(config, arch, ranks, tensor, pipeline, expert)
-        for budget, again, fraction in product(budgets, recompute, offload):
-            yield _differing(
-                config,
-                layout
-                | {
-                    "train.micro_batch_tokens": budget,
-                    "policy.recompute": again,
-                    "optimizer.cpu_offload_fraction": fraction,
-                },
-            )
+        if ranks % (tensor * pipeline) == 0 and ranks % (expert * pipeline) == 0:
+            yield {
+                "policy.ranks": ranks,
+                "policy.parallel.tensor": tensor,
+                "policy.parallel.pipeline": pipeline,
+                "policy.parallel.expert": expert,
+                "policy.parallel.layers_per_stage": _layers_per_stage(config, arch, pipeline),
+            }
 
 
-def _layout(
-    config: Config, arch: Architecture, ranks: int, tensor: int, pipeline: int, expert: int
-) -> Change:
+def _layers_per_stage(config: Config, arch: Architecture, pipeline: int) -> list[int] | None:
+    """The given split if the number of stages stays; None: an even one."""
     p = config.policy.parallel
+    if pipeline == p.pipeline:
+        return p.layers_per_stage
     chunks = pipeline * p.virtual
-    layers = p.layers_per_stage
-    if pipeline != p.pipeline:
-        layers = None if arch.layers % chunks == 0 else uneven(arch.layers, chunks)
-    return {
-        "policy.ranks": ranks,
-        "policy.parallel.tensor": tensor,
-        "policy.parallel.pipeline": pipeline,
-        "policy.parallel.expert": expert,
-        "policy.parallel.layers_per_stage": layers,
-    }
+    return None if arch.layers % chunks == 0 else uneven(arch.layers, chunks)
 
 
 def uneven(layers: int, stages: int) -> list[int]:
-    """Fewer layers at the ends, where the embedding and the head are."""
-    few, longer = divmod(layers, stages)
-    first = -(-(stages - longer) // 2)
-    return [few + (first <= stage < first + longer) for stage in range(stages)]
+    """Layers per stage, fewer at the ends, next to the embedding and the head.
+
+    Example: 48 layers in 5 stages are [9, 10, 10, 10, 9].
+    """
+    fewer, longer_stages = divmod(layers, stages)
+    first = -(-(stages - longer_stages) // 2)
+    return [fewer + (first <= stage < first + longer_stages) for stage in range(stages)]
 
 
 def _differing(config: Config, change: Change) -> Change:
@@ -145,37 +209,25 @@ def _differing(config: Config, change: Change) -> Change:
 
 
 def _cost(config: Config, change: Change) -> float:
-    """Doublings of the layout, and what the others cost in speed."""
     cost = 0.0
     for key, value in change.items():
-        if key in (
-            "policy.parallel.tensor",
-            "policy.parallel.pipeline",
-            "policy.parallel.expert",
-            "engine.tensor_parallel",
-        ):
-            cost += abs(math.log2(value / value_of(config, key)))
-        elif key == "train.micro_batch_tokens":
-            cost += 0.7 * math.log2(value_of(config, key) / value)
-        elif key == "policy.ranks":
-            cost += 5 * math.log2(value / value_of(config, key))
+        if key in COST_PER_DOUBLING:
+            cost += COST_PER_DOUBLING[key] * abs(math.log2(value / value_of(config, key)))
         else:
-            cost += {
-                "policy.recompute": 1.0,
-                "optimizer.cpu_offload_fraction": 2.5,
-                "engine.gpu_memory_utilization": 0.5,
-            }.get(key, 0.0)
+            cost += COST.get(key, 0.0)
     return cost
 
 
-def _with(config, change: Change):
-    """The config, or a section of it, with these values; what does not change is shared with the original."""
-    own = {key: value for key, value in change.items() if "." not in key}
-    for section in {key.partition(".")[0] for key in change if "." in key}:
-        of_section = {
-            key.partition(".")[2]: value
-            for key, value in change.items()
-            if key.startswith(f"{section}.")
-        }
-        own[section] = _with(getattr(config, section), of_section)
-    return replace(config, **own)
+def _with(section: Section, change: Change) -> Section:
+    """A copy with the changed values; unchanged sections are shared with the original."""
+    values: Change = {}
+    nested: dict[str, Change] = {}
+    for key, value in change.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            nested.setdefault(name, {})[rest] = value
+        else:
+            values[name] = value
+    for name, inner in nested.items():
+        values[name] = _with(getattr(section, name), inner)
+    return replace(section, **values)  # type: ignore[type-var]

@@ -4,125 +4,120 @@ from megastep.plan.planning import ENGINE_WORK_GIB, RESERVE_GIB, Plan, Stage, gi
 
 
 def text(plan: Plan) -> str:
-    return "\n".join(
-        [
-            *_heading(plan),
-            "",
-            *_ranks(plan),
-            "",
-            *_engine(plan),
-            "",
-            *_batch(plan),
-            "",
-            *_verdict(plan),
-        ]
-    )
+    sections = [_heading(plan), _ranks(plan), _engine(plan), _batch(plan), _verdict(plan)]
+    return "\n\n".join("\n".join(lines) for lines in sections)
 
 
 def _heading(plan: Plan) -> list[str]:
-    config, arch = plan.config, plan.arch
-    p, policy, engine = config.policy.parallel, config.policy, config.engine
-    own = 0 if config.cluster.colocate else engine.num_engines * engine.tensor_parallel
-    where = "the same GPUs" if config.cluster.colocate else f"{own} other GPUs"
-    split = [
-        f"{name} {size}"
-        for name, size in (
-            ("tensor", p.tensor),
-            ("pipeline", p.pipeline),
-            ("expert", p.expert),
-            ("context", p.context),
-        )
-        if size > 1
-    ] or ["no model parallelism"]
-    again = f"recompute {', '.join(policy.recompute)}" if policy.recompute else "nothing recomputed"
+    config = plan.config
+    policy = config.policy
+    engine = config.engine
+    where = "the same GPUs"
+    if not config.cluster.colocate:
+        where = f"{engine.num_engines * engine.tensor_parallel} other GPUs"
+    recompute = "no recomputation"
+    if policy.recompute:
+        recompute = f"recompute {', '.join(policy.recompute)}"
     return [
-        f"{config.model.path}: {arch.family}, {arch.layers} layers, {plan.parameters / 1e9:.1f}e9 parameters, "
-        f"{policy.precision}",
-        f"policy on {policy.ranks} GPUs of {gib(plan.gpu)} GiB ({', '.join(split)}, data {config.data_ranks}), "
+        f"{config.model.path}: {plan.arch.family}, {plan.arch.layers} layers, "
+        f"{plan.parameters / 1e9:.1f}e9 parameters, {policy.precision}",
+        f"policy on {policy.ranks} GPUs of {gib(plan.gpu_bytes)} GiB ({_parallelism(plan)}), "
         f"{engine.num_engines} engines × {engine.tensor_parallel} on {where}",
-        f"micro-batches of {config.train.micro_batch_tokens} tokens, {again}",
+        f"micro-batches of {config.train.micro_batch_tokens} tokens, {recompute}",
     ]
+
+
+def _parallelism(plan: Plan) -> str:
+    p = plan.config.policy.parallel
+    sizes = {"tensor": p.tensor, "pipeline": p.pipeline, "expert": p.expert, "context": p.context}
+    shown = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return ", ".join([*(shown or ["no model parallelism"]), f"data {plan.config.data_ranks}"])
 
 
 def _ranks(plan: Plan) -> list[str]:
-    """A column per kind of rank: stages that are alike share one."""
-    kinds: list[list[Stage]] = []
+    """A column per stage; consecutive stages with equal columns share one."""
+    groups: list[list[Stage]] = []
     for stage in plan.stages:
-        if kinds and _column(plan, kinds[-1][0]) == _column(plan, stage):
-            kinds[-1].append(stage)
+        if groups and _column(plan, groups[-1][0]) == _column(plan, stage):
+            groups[-1].append(stage)
         else:
-            kinds.append([stage])
-    names = ["GiB per GPU", *(_stages(kind) for kind in kinds)]
-    columns = [_column(plan, kind[0]) for kind in kinds]
-    rows = [names] + [[label, *(column[label] for column in columns)] for label in columns[0]]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
-    return [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths))
-        )
-        for row in rows
-    ]
+            groups.append([stage])
+    columns = [_column(plan, group[0]) for group in groups]
+    rows = [["GiB per GPU", *(_name(group) for group in groups)]]
+    rows += [[label, *(column[label] for column in columns)] for label in columns[0]]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for label, *cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
+        lines.append("  ".join([label.ljust(widths[0]), *padded]))
+    return lines
 
 
-def _stages(kind: list[Stage]) -> str:
-    first, last = kind[0].number + 1, kind[-1].number + 1
+def _name(stages: list[Stage]) -> str:
+    first = stages[0].number + 1
+    last = stages[-1].number + 1
     return f"stage {first}" if first == last else f"stages {first}-{last}"
 
 
 def _column(plan: Plan, stage: Stage) -> dict[str, str]:
-    share = stage.share
-    ends = "".join(
-        f" + {what}"
-        for what, has in (("embedding", share.has_embedding), ("head", share.has_head))
-        if has
-    )
+    states = stage.states
+    holds = f"{sum(states.layers)} layers"
+    if states.has_embedding:
+        holds += " + embedding"
+    if states.has_head:
+        holds += " + head"
     column = {
-        "holds": f"{sum(share.layers)} layers{ends}",
-        "parameters, 1e9": f"{share.parameters / 1e9:.2f}",
-        "weights": gib(share.weights),
-        "gradients": gib(share.gradients),
+        "holds": holds,
+        "parameters, 1e9": f"{states.parameters / 1e9:.2f}",
+        "weights": gib(states.weights),
+        "gradients": gib(states.gradients),
         "optimizer": gib(stage.optimizer),
-        "activations, at most": gib(stage.activations),
-        "  kept for backward": f"{gib(stage.kept)}",
-        "  of micro-batches": f"{stage.in_flight:g}",
-        "  work of one layer": gib(stage.in_layer),
-        "  or logits and head": gib(stage.in_head),
-        "reserve": gib(plan.training(stage) - stage.policy),
-        "training, in all": gib(plan.training(stage)),
+        "activations, peak": gib(stage.activations),
+        "  kept for backward": gib(stage.kept),
+        "  micro-batches in flight": f"{stage.in_flight:g}",
+        "  backward of one layer": gib(stage.layer_peak),
+        "  or logits and head": gib(stage.head_peak),
+        "reserve": gib(plan.training_bytes(stage) - stage.policy),
+        "training, total": gib(plan.training_bytes(stage)),
     }
     if plan.config.cluster.colocate:
-        column["rollout, in all"] = gib(plan.rolling_out(stage))
-    return column | {"CPU memory per rank": gib(stage.host)}
+        column["rollout, total"] = gib(plan.rollout_bytes(stage))
+    column["CPU memory per rank"] = gib(stage.host)
+    return column
 
 
 def _engine(plan: Plan) -> list[str]:
     engine = plan.engine
-    calls = engine.kv_tokens / engine.context
+    utilization = plan.config.engine.gpu_memory_utilization
+    calls = engine.kv_tokens / engine.context_tokens
     return [
-        f"engine, GiB per GPU: {gib(engine.budget)} (engine.gpu_memory_utilization = {plan.config.engine.gpu_memory_utilization}), weights "
-        f"{gib(engine.weights)}, work {ENGINE_WORK_GIB:g}, keys and values {gib(max(engine.kv_room, 0))}: "
-        f"{engine.kv_tokens} tokens, {calls:.1f} calls of {engine.context}"
+        f"engine, GiB per GPU: {gib(engine.budget)} "
+        f"(engine.gpu_memory_utilization = {utilization}), weights {gib(engine.weights)}, "
+        f"work {ENGINE_WORK_GIB:g}, KV cache {gib(max(engine.kv_cache, 0))}: "
+        f"{engine.kv_tokens} tokens, {calls:.1f} calls of {engine.context_tokens}"
     ]
 
 
 def _batch(plan: Plan) -> list[str]:
     rollout = plan.config.rollout
     lines = [
-        f"a batch, if a trajectory has {plan.trajectory_tokens} tokens and shares none: {rollout.prompts} prompts × "
-        f"{rollout.samples_per_prompt} trajectories = {plan.batch_tokens / 1e6:.1f}e6 tokens",
-        f"an update of it: {plan.micro_batches} micro-batches per rank, pipeline bubble {plan.bubble:.0%}",
-        f"a push of weights: {gib(plan.sync_bytes)} GiB into each engine",
+        f"a batch of trajectories of {plan.trajectory_tokens} tokens without shared prefixes: "
+        f"{rollout.prompts} prompts × {rollout.samples_per_prompt} trajectories = "
+        f"{plan.batch_tokens / 1e6:.1f}e6 tokens",
+        f"an optimizer step: {plan.micro_batches} micro-batches per rank, "
+        f"pipeline bubble {plan.bubble:.0%}",
+        f"a weight sync: {gib(plan.sync_bytes)} GiB into each engine",
     ]
-    return lines + (
-        [f"experts of a batch: {gib(plan.route_bytes)} GiB"] if plan.route_bytes else []
-    )
+    if plan.routing_bytes:
+        lines.append(f"routing of a batch: {gib(plan.routing_bytes)} GiB")
+    return lines
 
 
 def _verdict(plan: Plan) -> list[str]:
-    troubles = plan.troubles()
-    if troubles:
-        return ["does not fit:", *(f"  {line}" for line in troubles)]
+    problems = plan.problems()
+    if problems:
+        return ["does not fit:", *(f"  {line}" for line in problems)]
     return [
-        f"fits: the policy's fullest GPU has {gib(plan.left)} GiB left, beside {RESERVE_GIB:g} in reserve"
+        f"fits: the policy's fullest GPU has {gib(plan.free_bytes)} GiB free, "
+        f"plus {RESERVE_GIB:g} in reserve"
     ]

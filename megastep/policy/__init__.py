@@ -1,1 +1,1 @@
-"""The trained model: Megatron-Core on CUDA or, through `cpu.py`, on gloo."""
+"""The policy: a Megatron-Core model on CUDA or, through `distributed/cpu.py`, on gloo."""

@@ -1,26 +1,31 @@
-"""Attention over a trie: token `k` is visible to token `q` iff `k <= q < end[k]`, in depth-first order.
+"""Attention over a trie.
 
-    CPU     blocks of consecutive tokens, each against its root path, below
-    CUDA    FlexAttention with that predicate; Transformer Engine's packed kernel where nothing branches
+Token `k` is visible to token `q` iff `k <= q < end[k]`, in depth-first order.
 
-Blocks. A block is a piece of a long node, or several short nodes in a row. What a block `[a, b)` sees is the path from
-the root to `a`, and itself: an earlier token that is visible to some token of the block is visible to `a`. That falls
-in two:
+    CPU     blocks of consecutive tokens, each against its root path, see below
+    CUDA    FlexAttention with that predicate; Transformer Engine's packed kernel for tries that
+            do not branch
 
-    shared    the path's tokens whose subtree holds the whole block: everybody sees them, no mask
-    local     the rest of the path and the block itself, under a mask
+Blocks. A block is a segment of a long node, or several short nodes in a row. Block `[a, b)` sees
+the path from the root to `a`, and itself: an earlier token that is visible to any token of the
+block is visible to `a`. The visible tokens are in two parts:
 
-Each part is one call of torch's flash kernel for CPU; a short shared part goes with the local one, a long one has its
-own call, and the two are combined by their log-sum-exp. The kernel's backward takes the output and the log-sum-exp of
-the *whole* row, and then gives the right gradients for any subset of the keys: so backward runs part by part too,
-gathers the keys of the path again, and nothing but the queries, keys, values and outputs is kept. Memory: O(tokens),
-never [tokens, tokens].
+    shared    tokens of the path whose subtree contains the whole block: no mask
+    local     the other tokens of the path and the block itself, under a mask
 
-Grouped queries: the query heads of a key head are rows beside each other. Keys are never repeated.
+Each part is one call of torch's flash kernel for CPU, and the two are combined by their
+log-sum-exp; a short shared part is computed with the local one. The kernel's backward takes the
+output and the log-sum-exp of the *whole* row, which gives the right gradients for any subset of
+the keys. Backward therefore also runs part by part and gathers the keys again: only queries, keys,
+values and outputs are saved. Memory: O(tokens), never [tokens, tokens].
+
+Grouped-query attention: the query heads of one key head are adjacent rows; keys are never repeated.
 """
 
 import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,9 +36,8 @@ from torch import Tensor
 from megastep.types import Trie
 
 BLOCK_TOKENS = 160  # at most; measured with tools/bench_layout.py
-SHORT_PATH = (
-    512  # tokens of a shared part that cost less under the mask than in a call of their own
-)
+# A shared part of at most this length costs less under the local mask than in its own kernel call.
+SHORT_PATH_TOKENS = 512
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -41,19 +45,22 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass
 class TrieParams(PackedSeqParams):
-    """What Megatron hands through its layers to the core attention: the trie, prepared once per pass."""
+    """The trie in the form the attention kernels need; Megatron passes it through its layers."""
 
     blocks: "list[Block] | None" = None  # CPU
-    block_mask: object | None = None  # CUDA, where the trie branches
+    block_mask: object | None = None  # CUDA, for tries that branch
 
 
 def trie_params(trie: Trie, groups: int, device: torch.device) -> TrieParams:
-    """For one pass over a micro-batch; all layers use it. groups: query heads per key head."""
+    """Built once per micro-batch for all layers. groups: query heads per key head."""
     branches = trie.branches
-    # One stretch for the rotary embedding, which then takes its frequencies per token; Transformer Engine needs the
-    # sequences themselves.
-    starts = trie.sequence_starts() if device.type == "cuda" and not branches else np.zeros(1, int)
-    params = packed(np.append(starts, len(trie)), device)
+    # Transformer Engine needs the sequence boundaries. Elsewhere one sequence is declared, so that
+    # Megatron's rotary embedding takes its frequencies per token.
+    if device.type == "cuda" and not branches:
+        starts = trie.sequence_starts()
+    else:
+        starts = np.zeros(1, int)
+    params = packed_params(np.append(starts, len(trie)), device)
     if device.type == "cpu":
         params.blocks = blocks_of(trie, groups)
     elif branches:
@@ -61,24 +68,32 @@ def trie_params(trie: Trie, groups: int, device: torch.device) -> TrieParams:
     return params
 
 
-def packed(
+def packed_params(
     starts: np.ndarray, device: torch.device, padded_starts: np.ndarray | None = None
 ) -> TrieParams:
-    """Sequences that follow each other, the last start being the end; with context parallelism padded apart."""
-    lengths = torch.tensor(starts, dtype=torch.int32, device=device)
-    padded = (
-        None
-        if padded_starts is None
-        else torch.tensor(padded_starts, dtype=torch.int32, device=device)
-    )
-    longest = int(np.diff(starts if padded_starts is None else padded_starts).max())
+    """Packed sequences; both arrays are [sequences + 1] and end with the total length.
+
+    padded_starts: the starts after padding, for context parallelism.
+    """
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
+    cu_seqlens_padded = None
+    longest = int(np.diff(starts).max())
+    if padded_starts is not None:
+        cu_seqlens_padded = torch.tensor(padded_starts, dtype=torch.int32, device=device)
+        longest = int(np.diff(padded_starts).max())
     return TrieParams(
-        "thd", lengths, lengths, padded, padded, max_seqlen_q=longest, max_seqlen_kv=longest
+        "thd",
+        cu_seqlens,
+        cu_seqlens,
+        cu_seqlens_padded,
+        cu_seqlens_padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 
 class TrieAttention(torch.nn.Module):
-    """Core attention of the CPU spec. Megatron's own unfused attention refuses packed sequences."""
+    """Core attention of the CPU spec; Megatron's unfused attention rejects packed sequences."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
         # Megatron's builder also passes layer_number, mask type, attention type and groups.
@@ -97,7 +112,7 @@ class TrieAttention(torch.nn.Module):
     ) -> Tensor:
         """query [T, heads, dim]; key, value [T, kv_heads, dim] → [T, heads, dim]."""
         if not isinstance(packed_seq_params, TrieParams):
-            raise ValueError("TrieAttention needs the micro-batch's trie, see trie_params")
+            raise ValueError("TrieAttention needs packed_seq_params from trie_params")
         return _TrieAttention.apply(query, key, value, packed_seq_params.blocks, self.scale)
 
 
@@ -106,61 +121,106 @@ class TrieAttention(torch.nn.Module):
 
 @dataclass
 class Block:
-    """Tokens [start, stop), and what they see: all of `shared`, and of `local` what the mask leaves."""
+    """Queries [start, stop), the keys they see, and the mask of the local ones."""
 
     start: int
     stop: int
-    shared: slice | Tensor | None  # [S] tokens
-    local: slice | Tensor  # [L] tokens
+    shared: slice | Tensor | None  # [S] tokens that every query sees
+    local: slice | Tensor  # [L] tokens under the mask
     mask: Tensor  # [(stop - start) × groups, L] 0 or -inf
 
 
+class Segment(NamedTuple):
+    """Tokens [start, stop) of one node, whose subtree ends at `end`."""
+
+    start: int
+    stop: int
+    end: int
+
+
 def blocks_of(
-    trie: Trie, groups: int, block_tokens: int = BLOCK_TOKENS, short_path: int = SHORT_PATH
+    trie: Trie,
+    groups: int,
+    block_tokens: int = BLOCK_TOKENS,
+    short_path_tokens: int = SHORT_PATH_TOKENS,
 ) -> list[Block]:
-    """Every token is in one block; blocks follow each other."""
-    starts = _pieces(trie, block_tokens)
-    stops = starts[1:] + [len(trie)]
-    ends = trie.end[starts].tolist()
-    blocks, path = [], []  # path: (start, stop, end) of the nodes above the current one
-    first = 0
-    while first < len(starts):
-        a = starts[first]
-        last = first + 1
-        while last < len(starts) and stops[last] - a <= block_tokens:
-            last += 1
-        while path and path[-1][2] <= a:
-            path.pop()
-        shared, local = _seen(a, stops[last - 1], path, short_path)
-        if last == first + 1:
-            mask = _corner(
-                _causal_mask(groups, block_tokens, short_path), stops[first] - a, groups, len(local)
-            )
+    """Consecutive blocks that cover the trie.
+
+    Example: the trie of types.py, with block_tokens = 4 and short_path_tokens = 0.
+
+        A B ─┬─ T C          segments    [0, 2) end 8    [2, 4) end 4    [4, 8) end 8
+             └─ C . O D
+
+        block [0, 4)   path: none                      shared: none   local: 0 to 3, tree mask
+        block [4, 8)   path: [0, 2); [2, 4) has ended  shared: 0, 1   local: 4 to 7, causal mask
+    """
+    blocks = []
+    path: list[Segment] = []  # from the root to the current segment
+    for segments in _group_segments(_segments(trie, block_tokens), block_tokens):
+        start = segments[0].start
+        stop = segments[-1].stop
+        _leave_subtrees(path, start)
+        shared, local = _visible_tokens(start, stop, path, short_path_tokens)
+        if len(segments) == 1:
+            causal = _causal_mask(groups, block_tokens, short_path_tokens)
+            mask = _corner(causal, stop - start, groups, len(local))
         else:
-            mask = _mask(trie, a, stops[last - 1], local, groups)
-        blocks.append(Block(a, stops[last - 1], _index(shared), _index(local), mask))
-        for node in range(first, last):
-            while path and path[-1][2] <= starts[node]:
-                path.pop()
-            path.append((starts[node], stops[node], ends[node]))
-        first = last
+            mask = _tree_mask(trie, start, stop, local, groups)
+        local_index = _index(local)
+        assert local_index is not None, "the block itself is local"
+        blocks.append(Block(start, stop, _index(shared), local_index, mask))
+        for segment in segments:
+            _leave_subtrees(path, segment.start)
+            path.append(segment)
     return blocks
 
 
-def _seen(
-    a: int, b: int, path: list[tuple[int, int, int]], short_path: int
+def _segments(trie: Trie, max_tokens: int) -> Iterator[Segment]:
+    """The trie's nodes in order, long ones divided into equal segments."""
+    starts = trie.node_starts.tolist()
+    stops = [*starts[1:], len(trie)]
+    ends = trie.end[starts].tolist()
+    for start, stop, end in zip(starts, stops, ends):
+        length = stop - start
+        pieces = -(-length // max_tokens)
+        bounds = [start + length * i // pieces for i in range(pieces + 1)]
+        for first, last in zip(bounds, bounds[1:]):
+            yield Segment(first, last, end)
+
+
+def _group_segments(segments: Iterable[Segment], block_tokens: int) -> Iterator[list[Segment]]:
+    """Consecutive segments, as many as fit into each block."""
+    block: list[Segment] = []
+    for segment in segments:
+        if block and segment.stop - block[0].start > block_tokens:
+            yield block
+            block = []
+        block.append(segment)
+    if block:
+        yield block
+
+
+def _leave_subtrees(path: list[Segment], token: int) -> None:
+    """Remove the segments that are not ancestors of `token`."""
+    while path and path[-1].end <= token:
+        path.pop()
+
+
+def _visible_tokens(
+    start: int, stop: int, path: list[Segment], short_path_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The shared and the local tokens of a block."""
-    shared = [np.arange(start, stop) for start, stop, end in path if end >= b]
-    partly = [np.arange(start, stop) for start, stop, end in path if end < b]
-    if sum(map(len, shared)) <= short_path:
-        shared, partly = [], shared + partly
-    nothing = np.zeros(0, np.int64)
-    return np.concatenate([nothing, *shared]), np.concatenate([*partly, np.arange(a, b)])
+    """The shared and the local tokens of block [start, stop)."""
+    shared = [np.arange(s.start, s.stop) for s in path if s.end >= stop]
+    local = [np.arange(s.start, s.stop) for s in path if s.end < stop]
+    if sum(map(len, shared)) <= short_path_tokens:
+        local = shared + local
+        shared = []
+    empty = np.zeros(0, np.int64)
+    return np.concatenate([empty, *shared]), np.concatenate([*local, np.arange(start, stop)])
 
 
 def _index(tokens: np.ndarray) -> slice | Tensor | None:
-    """A slice, which copies nothing, where the tokens are one run."""
+    """Consecutive tokens as a slice, which needs no copy."""
     if not len(tokens):
         return None
     if tokens[-1] - tokens[0] == len(tokens) - 1:
@@ -168,8 +228,8 @@ def _index(tokens: np.ndarray) -> slice | Tensor | None:
     return torch.from_numpy(tokens)
 
 
-def _mask(trie: Trie, a: int, b: int, keys: np.ndarray, groups: int) -> Tensor:
-    queries = np.arange(a, b)[:, None]
+def _tree_mask(trie: Trie, start: int, stop: int, keys: np.ndarray, groups: int) -> Tensor:
+    queries = np.arange(start, stop)[:, None]
     visible = (keys <= queries) & (queries < trie.end[keys])
     mask = torch.zeros(visible.shape).masked_fill_(torch.from_numpy(~visible), -torch.inf)
     return mask.repeat_interleave(groups, dim=0)
@@ -177,29 +237,20 @@ def _mask(trie: Trie, a: int, b: int, keys: np.ndarray, groups: int) -> Tensor:
 
 @functools.cache
 def _causal_mask(groups: int, tokens: int, before: int) -> Tensor:
-    """[tokens × groups, before + tokens]: a piece of a node sees what is before it, and itself causally."""
+    """[tokens × groups, before + tokens]: all keys before the segment, and causally its own."""
     mask = torch.zeros(tokens, before + tokens)
     mask[:, before:].masked_fill_(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
     return mask.repeat_interleave(groups, dim=0)
 
 
 def _corner(causal: Tensor, tokens: int, groups: int, keys: int) -> Tensor:
-    """The part of it for fewer tokens, and fewer before them; nothing is copied."""
+    """A view of the causal mask for `tokens` queries and the last `keys` keys up to them."""
     before = causal.shape[1] - len(causal) // groups
     return causal[: tokens * groups, before + tokens - keys : before + tokens]
 
 
-def _pieces(trie: Trie, most_tokens: int) -> list[int]:
-    """Where nodes start, and within long nodes the starts of equal pieces."""
-    starts = []
-    for start, stop in zip(trie.node_starts.tolist(), [*trie.node_starts[1:].tolist(), len(trie)]):
-        pieces = -(-(stop - start) // most_tokens)
-        starts += [start + (stop - start) * i // pieces for i in range(pieces)]
-    return starts
-
-
 class _TrieAttention(torch.autograd.Function):
-    """The arrays inside are [kv_heads, T × group, dim] for queries and [2, kv_heads, T, dim] for keys and values."""
+    """Inside: queries [kv_heads, T × groups, dim]; keys and values [2, kv_heads, T, dim]."""
 
     @staticmethod
     def forward(ctx, query, key, value, blocks, scale):
@@ -208,23 +259,27 @@ class _TrieAttention(torch.autograd.Function):
         q = query.view(tokens, -1, groups, dim).transpose(0, 1).reshape(-1, tokens * groups, dim)
         kv = torch.stack([key, value]).transpose(1, 2).contiguous()
         out = torch.empty_like(q)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        own_calls = any(block.shared is not None for block in blocks)
-        of_shared = torch.zeros_like(out) if own_calls else None
-        lse_of_shared = torch.full_like(lse, -torch.inf) if own_calls else None
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)  # [kv_heads, T × groups]
+        any_shared = any(block.shared is not None for block in blocks)
+        if any_shared:
+            shared_out = torch.zeros_like(out)
+            shared_lse = torch.full_like(lse, -torch.inf)
         for block in blocks:
             rows = slice(block.start * groups, block.stop * groups)
-            o, l = _flash(
-                *_inputs(q, rows, kv, block.local), attn_mask=block.mask.to(q.dtype), scale=scale
-            )
-            out[:, rows], lse[:, rows] = o.squeeze(1), l.squeeze(1)
+            inputs = _inputs(q, rows, kv, block.local)
+            part_out, part_lse = _flash(*inputs, attn_mask=block.mask.to(q.dtype), scale=scale)
+            out[:, rows] = part_out.squeeze(1)
+            lse[:, rows] = part_lse.squeeze(1)
             if block.shared is not None:
-                o, l = _flash(*_inputs(q, rows, kv, block.shared), scale=scale)
-                of_shared[:, rows], lse_of_shared[:, rows] = o.squeeze(1), l.squeeze(1)
-        if own_calls:
-            lse = _combine(out, lse, of_shared, lse_of_shared)
+                inputs = _inputs(q, rows, kv, block.shared)
+                part_out, part_lse = _flash(*inputs, scale=scale)
+                shared_out[:, rows] = part_out.squeeze(1)
+                shared_lse[:, rows] = part_lse.squeeze(1)
+        if any_shared:
+            lse = _combine(out, lse, shared_out, shared_lse)
         ctx.save_for_backward(q, kv, out, lse)
-        ctx.blocks, ctx.scale = blocks, scale
+        ctx.blocks = blocks
+        ctx.scale = scale
         return out.view(-1, tokens, groups, dim).transpose(0, 1).reshape(tokens, heads, dim)
 
     @staticmethod
@@ -234,45 +289,49 @@ class _TrieAttention(torch.autograd.Function):
         groups = heads // len(q)
         grad = grad.reshape(tokens, -1, groups, dim).transpose(0, 1).reshape(q.shape)
         dq = torch.empty_like(q)
-        # A key has as many contributions as blocks see it: summed in fp32.
-        dk, dv = torch.zeros(kv.shape, dtype=torch.float32)
+        # A key gets a contribution from every block that sees it: summed in fp32.
+        dk, dv = torch.zeros(kv.shape, dtype=torch.float32)  # [kv_heads, T, dim] each
         for block in ctx.blocks:
             rows = slice(block.start * groups, block.stop * groups)
-            g, o, l = (t[:, rows].unsqueeze(1) for t in (grad, out, lse))
-            gq, gk, gv = _flash_backward(
-                g,
-                *_inputs(q, rows, kv, block.local),
-                o,
-                l,
-                0.0,
-                False,
+            block_grad, block_out, block_lse = (t[:, rows].unsqueeze(1) for t in (grad, out, lse))
+            inputs = _inputs(q, rows, kv, block.local)
+            dq_part, dk_part, dv_part = _flash_backward(
+                block_grad,
+                *inputs,
+                block_out,
+                block_lse,
+                0.0,  # dropout
+                False,  # causal
                 attn_mask=block.mask.to(q.dtype),
                 scale=ctx.scale,
             )
-            dq[:, rows] = gq.squeeze(1)
-            _add(dk, block.local, gk.squeeze(1))
-            _add(dv, block.local, gv.squeeze(1))
+            dq[:, rows] = dq_part.squeeze(1)
+            _add(dk, block.local, dk_part.squeeze(1))
+            _add(dv, block.local, dv_part.squeeze(1))
             if block.shared is not None:
                 inputs = _inputs(q, rows, kv, block.shared)
-                gq, gk, gv = _flash_backward(g, *inputs, o, l, 0.0, False, scale=ctx.scale)
-                dq[:, rows] += gq.squeeze(1)
-                _add(dk, block.shared, gk.squeeze(1))
-                _add(dv, block.shared, gv.squeeze(1))
+                dq_part, dk_part, dv_part = _flash_backward(
+                    block_grad, *inputs, block_out, block_lse, 0.0, False, scale=ctx.scale
+                )
+                dq[:, rows] += dq_part.squeeze(1)
+                _add(dk, block.shared, dk_part.squeeze(1))
+                _add(dv, block.shared, dv_part.squeeze(1))
         dq = dq.view(-1, tokens, groups, dim).transpose(0, 1).reshape(tokens, heads, dim)
-        return dq, *(t.to(q.dtype).transpose(0, 1).contiguous() for t in (dk, dv)), None, None
+        dk, dv = (t.to(q.dtype).transpose(0, 1).contiguous() for t in (dk, dv))
+        return dq, dk, dv, None, None
 
 
 def _inputs(
     q: Tensor, rows: slice, kv: Tensor, tokens: slice | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[kv_heads, 1, rows, dim] each."""
-    seen = kv[:, :, tokens] if isinstance(tokens, slice) else kv.index_select(2, tokens)
-    key, value = seen.unsqueeze(2)
+    """Query, key and value of one kernel call, [kv_heads, 1, rows or tokens, dim] each."""
+    visible = kv[:, :, tokens] if isinstance(tokens, slice) else kv.index_select(2, tokens)
+    key, value = visible.unsqueeze(2)
     return q[:, rows].unsqueeze(1), key, value
 
 
 def _combine(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
-    """Two softmaxes over disjoint keys as one over all of them: into `out`, and its log-sum-exp."""
+    """Merge two softmaxes over disjoint keys into `out`; returns their joint log-sum-exp."""
     total = torch.logaddexp(lse, other_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(other, (other_lse - total).exp_().unsqueeze(-1).to(out.dtype))
@@ -290,7 +349,10 @@ def _add(total: Tensor, tokens: slice | Tensor, part: Tensor) -> None:
 
 
 class FlexTrieAttention(torch.nn.Module):
-    """Core attention of the CUDA spec. Written against torch 2.13 and Transformer Engine 2.11; not run on a GPU yet."""
+    """Core attention of the CUDA spec. Not run on a GPU yet.
+
+    Written against torch 2.13 and Transformer Engine 2.11.
+    """
 
     def __init__(
         self,
@@ -323,13 +385,13 @@ class FlexTrieAttention(torch.nn.Module):
         packed_seq_params: TrieParams | None = None,
     ) -> Tensor:
         """query [T, heads, dim]; key, value [T, kv_heads, dim] → [T, heads, dim]."""
+        assert packed_seq_params is not None, "PolicyBatch carries it"
         if packed_seq_params.block_mask is None:
             return self.packed(
                 query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
             )
-        q, k, v = (
-            t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)
-        )  # [1, heads, T, dim]
+        # [1, heads, T, dim] each
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
         out = _compiled_flex()(
             q, k, v, block_mask=packed_seq_params.block_mask, scale=self.scale, enable_gqa=True
         )
@@ -338,7 +400,7 @@ class FlexTrieAttention(torch.nn.Module):
 
 @functools.cache
 def _compiled_flex():
-    """One compilation for all layers; lengths differ from micro-batch to micro-batch."""
+    """Compiled once for all layers; dynamic, since every micro-batch has another length."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True)
@@ -346,7 +408,7 @@ def _compiled_flex():
 
 @functools.cache
 def _compiled_block_mask():
-    """Uncompiled it would build the dense mask."""
+    """Compiled, since the eager function builds the dense mask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return torch.compile(create_block_mask, dynamic=True)

@@ -1,4 +1,4 @@
-"""A micro-batch on its way into the model: numpy arrays of a trie as tensors on this rank's device."""
+"""The tensors of a micro-batch on this rank's device, from the numpy arrays of its trie."""
 
 from dataclasses import dataclass
 
@@ -8,31 +8,28 @@ from torch import Tensor
 
 from megastep.distributed import parallel
 from megastep.policy import context
-from megastep.policy.attention import TrieParams, packed, trie_params
-from megastep.policy.logprobs import HeadRows, head_rows
+from megastep.policy.attention import TrieParams, packed_params, trie_params
+from megastep.policy.logprobs import LogitRows, logit_rows
 from megastep.types import FREE, MicroBatch, Trie
 
-ROPE_STEP = 1024  # rotary tables are made for multiples of this, and cached
+ROPE_STEP = 1024  # rotary tables are built for multiples of this, and cached
 
 
 @dataclass
 class PolicyBatch:
     tokens: Tensor  # [1, T]
-    padding: (
-        Tensor  # [1, T/tp] bool: of the tokens that this rank's routers see, those that are padding
-    )
-    position: (
-        Tensor  # [T] for the rotary embedding; with context parallelism that of all ranks' tokens
-    )
-    rope_tokens: int  # more than any position
+    # [1, T/tp] bool: padding among the tokens that this rank's routers see
+    padding: Tensor
+    # [T] for the rotary embedding; with context parallelism of the tokens of all ranks
+    position: Tensor
+    rope_tokens: int  # greater than any position
     attention: TrieParams
-    rows: HeadRows | None  # of the stage that has the head
-    table_rows: (
-        Tensor | None
-    )  # with context parallelism: where this rank's rows are in the loss table
+    rows: LogitRows | None  # None: the stage has no output layer
+    # [n] with context parallelism: indices of this rank's rows in the loss table
+    table_rows: Tensor | None
     table_size: int
-    temperature: float  # that the rollout sampled with
-    entropy_gradient: bool  # does the loss need it
+    temperature: float  # of the rollout
+    entropy_gradient: bool  # whether the loss needs it
 
 
 def prepare(
@@ -44,26 +41,32 @@ def prepare(
     entropy_gradient: bool,
 ) -> PolicyBatch:
     """groups: query heads per key head; kept_rows: see logprobs.py."""
-    trie, device = micro_batch.trie, parallel.device()
-    tokens, position, loss, table_rows = trie.tokens, trie.position, trie.loss, None
+    trie = micro_batch.trie
+    device = parallel.device()
+    tokens = trie.tokens
+    position = trie.position
     padding = np.arange(len(trie)) >= micro_batch.real_tokens
+    loss = trie.loss
+    table_rows = None
     if parallel.place().context_size == 1:
         attention = trie_params(trie, groups, device)
     else:
-        own = _own_tokens(trie)
-        tokens, position = context.taken(tokens, own.take, padding=0), own.position
-        padding = context.taken(padding, own.take, padding=True)
-        attention = packed(own.starts, device, own.padded_starts)
-        rows, at = context.rows_here(loss.src, own.take)
+        shard = _context_shard(trie)
+        tokens = context.take_tokens(tokens, shard.take, padding=0)
+        position = shard.position
+        padding = context.take_tokens(padding, shard.take, padding=True)
+        attention = packed_params(shard.starts, device, shard.padded_starts)
+        rows, src = context.own_rows(loss.src, shard.take)
         loss = loss.take(rows)
-        loss.src, table_rows = at, torch.from_numpy(rows).to(device)
+        loss.src = src
+        table_rows = torch.from_numpy(rows).to(device)
     return PolicyBatch(
         tokens=torch.from_numpy(tokens).to(device, torch.int64).unsqueeze(0),
-        padding=torch.from_numpy(parallel.own_stretch(padding)).to(device).unsqueeze(0),
+        padding=torch.from_numpy(parallel.sequence_shard(padding)).to(device).unsqueeze(0),
         position=torch.from_numpy(position).to(device, torch.int64),
         rope_tokens=(int(position.max()) // ROPE_STEP + 1) * ROPE_STEP,
         attention=attention,
-        rows=head_rows(loss, kept_rows, device) if has_head else None,
+        rows=logit_rows(loss, kept_rows, device) if has_head else None,
         table_rows=table_rows,
         table_size=len(trie.loss),
         temperature=temperature,
@@ -72,13 +75,14 @@ def prepare(
 
 
 def own_routing(micro_batch: MicroBatch, layers: slice) -> np.ndarray:
-    """[T, layers, K] of this rank's tokens, all tensor-parallel stretches of them."""
+    """[T, layers, K] of this context-parallel rank's tokens, before sequence parallelism."""
     routing = micro_batch.trie.routing(layers)
+    assert routing is not None, "checked by the worker"
     if parallel.place().context_size == 1:
         return routing
-    return context.taken(routing, _own_tokens(micro_batch.trie).take, padding=FREE)
+    return context.take_tokens(routing, _context_shard(micro_batch.trie).take, padding=FREE)
 
 
-def _own_tokens(trie: Trie) -> context.Spread:
+def _context_shard(trie: Trie) -> context.ContextShard:
     place = parallel.place()
-    return context.spread(trie, place.context, place.context_size, place.tensor_size)
+    return context.shard_sequences(trie, place.context, place.context_size, place.tensor_size)

@@ -1,13 +1,14 @@
-"""Context parallelism: every sequence of a micro-batch is spread over the ranks of a context group.
+"""Context parallelism: every sequence of a micro-batch is sharded over a context group.
 
-    padded    each sequence is padded to a multiple of 2 × size × tensor tokens
-    spread    and cut into 2 × size stretches, of which rank r has the r-th from the front and the r-th from the back,
-              so that causal attention costs every rank the same. Transformer Engine and Megatron's rotary embedding
-              for packed sequences expect just that.
-    rows      each rank computes the loss rows whose source it has; `gather_rows` brings them together, so the loss
-              sees all rows of a step
+    padding   each sequence is padded to a multiple of 2 × size × tensor tokens
+    chunks    and divided into 2 × size chunks. Rank r has chunk r from the front and chunk r from
+              the back, so that causal attention costs every rank the same. Transformer Engine and
+              Megatron's rotary embedding for packed sequences expect this order.
+    rows      each rank computes the loss rows whose source it has; `gather_rows` collects them, so
+              that the loss sees all rows of a step
 
-Only for micro-batches that do not branch, and only with Transformer Engine's attention: not run on a GPU yet.
+Only for micro-batches that do not branch, and only with Transformer Engine's attention: not run on
+a GPU yet.
 """
 
 from dataclasses import dataclass
@@ -21,45 +22,58 @@ from megastep.types import Trie
 
 
 @dataclass
-class Spread:
-    take: np.ndarray  # [T_here] this rank's tokens, by their place in the micro-batch; -1: padding
+class ContextShard:
+    """One rank's tokens of a micro-batch.
+
+    Example: one sequence of 7 tokens, size 2, padded to 8 and divided into 4 chunks.
+
+        rank 0   take  0 1 6 -1         rank 1   take  2 3 4 5
+    """
+
+    take: np.ndarray  # [T_here] indices into the micro-batch's tokens; -1: padding
     position: np.ndarray  # [T_padded] of all tokens, padding included: for the rotary embedding
     starts: np.ndarray  # [sequences + 1] without padding
     padded_starts: np.ndarray  # [sequences + 1]
 
 
-def spread(trie: Trie, rank: int, size: int, tensor: int) -> Spread:
+def shard_sequences(trie: Trie, rank: int, size: int, tensor: int) -> ContextShard:
     if trie.branches:
         raise ValueError(
-            "context parallelism needs sequences that do not branch: train.pack_layout = merge or flat"
+            "context parallelism needs sequences without branches: train.pack_layout = merge or "
+            "flat"
         )
     starts = np.append(trie.sequence_starts(), len(trie))
-    unit = 2 * size * tensor
+    multiple = 2 * size * tensor
     lengths = np.diff(starts)
-    padded = -(-lengths // unit) * unit
-    position = np.concatenate([np.arange(n) for n in padded]).astype(np.int32)
+    padded_lengths = -(-lengths // multiple) * multiple
+    position = np.concatenate([np.arange(n) for n in padded_lengths]).astype(np.int32)
     take = []
-    for start, length, whole in zip(starts, lengths, padded):
-        stretch = whole // (2 * size)
-        for which in (rank, 2 * size - 1 - rank):
-            at = np.arange(which * stretch, (which + 1) * stretch)
-            take.append(np.where(at < length, start + at, -1))
-    return Spread(np.concatenate(take), position, starts, np.append(0, np.cumsum(padded)))
+    for start, length, padded_length in zip(starts, lengths, padded_lengths):
+        chunk_tokens = padded_length // (2 * size)
+        for chunk in (rank, 2 * size - 1 - rank):
+            offset = np.arange(chunk * chunk_tokens, (chunk + 1) * chunk_tokens)
+            take.append(np.where(offset < length, start + offset, -1))
+    return ContextShard(
+        take=np.concatenate(take),
+        position=position,
+        starts=starts,
+        padded_starts=np.append(0, np.cumsum(padded_lengths)),
+    )
 
 
-def taken(column: np.ndarray, take: np.ndarray, padding: int) -> np.ndarray:
-    """A column of the micro-batch's tokens on this rank."""
+def take_tokens(column: np.ndarray, take: np.ndarray, padding: int) -> np.ndarray:
+    """This rank's part of a column of the micro-batch's tokens."""
     out = column[take]
     out[take < 0] = padding
     return out
 
 
-def rows_here(src: np.ndarray, take: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which loss rows have their source on this rank, and where it is here."""
+def own_rows(src: np.ndarray, take: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The loss rows whose source is on this rank, and the index of each source here."""
     here = np.flatnonzero(take >= 0)
-    place = dict(zip(take[here].tolist(), here.tolist()))
+    index_here = dict(zip(take[here].tolist(), here.tolist()))
     rows = np.flatnonzero(np.isin(src, take[here]))
-    return rows, np.array([place[s] for s in src[rows].tolist()], np.int32)
+    return rows, np.array([index_here[s] for s in src[rows].tolist()], np.int32)
 
 
 class gather_rows(torch.autograd.Function):

@@ -1,12 +1,14 @@
-"""Logprob and entropy of the loss table's rows; the head and the softmax run on no other token.
+"""Logprob and entropy of the loss rows; the output layer and the softmax run on no other token.
 
-    hidden [T/tp, h]  ─ rows of the distinct sources, from whichever rank has them ─►  [U, h]
-                      ─ chunk by chunk: logits [c, V/tp], reduced over the vocabulary ─►  logprob [N], entropy [N]
+    hidden [T/tp, h]  ─ rows of the distinct sources, from the rank that has them ─►  [U, h]
+                      ─ per chunk: logits [c, V/tp], reduced over the vocabulary ─►  logprob [N]
+                                                                                     entropy [N]
 
-Memory: the logits of one chunk, and the exponentials of the last `kept_rows` sources, which forward leaves behind;
-backward computes the other chunks' logits again. So a micro-batch that fits in `kept_rows` computes nothing twice.
+Memory: the logits of one chunk, and the exponentials of the last `kept_rows` sources, which forward
+keeps; backward recomputes the logits of the other chunks. A micro-batch of at most `kept_rows`
+sources recomputes nothing.
 
-Columns that pad the vocabulary are left out of the product, so they get neither probability nor gradient.
+Padding columns of the vocabulary are left out of the product and get no probability or gradient.
 """
 
 from dataclasses import dataclass
@@ -21,70 +23,98 @@ from megastep.types import LossTable
 CHUNK_ROWS = 512  # large enough for the product, small enough for a CPU's cache
 
 
-@dataclass
-class HeadRows:
-    """The rows of a loss table by ascending source, cut into chunks of sources."""
+@dataclass(frozen=True)
+class Chunk:
+    """A range of sources, and the range of loss rows that they predict."""
 
-    src: Tensor  # [U] distinct, ascending
-    of_row: Tensor  # [N] index into src, ascending
+    sources: slice
+    rows: slice
+
+
+@dataclass
+class LogitRows:
+    """The rows of a loss table, sorted by source and divided into chunks of sources.
+
+    Example: a loss table with src [4, 2, 2] and target [a, b, c].
+
+        src          [2, 4]        one row of logits each
+        source       [0, 0, 1]     the sorted loss rows: b and c from token 2, a from token 4
+        target       [b, c, a]
+        to_table     [2, 0, 1]     the first row of the table is row 2 here
+    """
+
+    src: Tensor  # [U] distinct tokens of the trie, ascending
+    source: Tensor  # [N] index into src, ascending
     target: Tensor  # [N]
     to_table: Tensor  # [N] table row r is row to_table[r] here
-    chunks: list[tuple[slice, slice]]  # (of src, of rows)
-    kept: int  # how many of the last chunks keep their exponentials for backward
+    chunks: list[Chunk]
+    kept_chunks: int  # how many of the last chunks keep their exponentials for backward
 
 
-def head_rows(loss: LossTable, kept_rows: int, device: torch.device) -> HeadRows:
+def logit_rows(loss: LossTable, kept_rows: int, device: torch.device) -> LogitRows:
     chunk_rows = min(CHUNK_ROWS, kept_rows)
     order = np.argsort(loss.src, kind="stable")
-    src, of_row = np.unique(loss.src[order], return_inverse=True)
-    starts = list(range(0, len(src), chunk_rows)) + [len(src)]
-    rows = np.searchsorted(of_row, starts).tolist()
-    inverse = np.empty_like(order)
-    inverse[order] = np.arange(len(order))
-    on_device = [
-        torch.from_numpy(a.astype(np.int64)).to(device)
-        for a in (src, of_row, loss.target[order], inverse)
+    to_table = np.empty_like(order)
+    to_table[order] = np.arange(len(order))
+    src, source = np.unique(loss.src[order], return_inverse=True)
+    source_bounds = [*range(0, len(src), chunk_rows), len(src)]
+    row_bounds = np.searchsorted(source, source_bounds).tolist()
+    chunks = [
+        Chunk(slice(*source_bounds[i : i + 2]), slice(*row_bounds[i : i + 2]))
+        for i in range(len(source_bounds) - 1)
     ]
-    chunks = [(slice(*s), slice(*r)) for s, r in zip(zip(starts, starts[1:]), zip(rows, rows[1:]))]
-    return HeadRows(*on_device, chunks, kept=kept_rows // chunk_rows)
+
+    def on_device(column: np.ndarray) -> Tensor:
+        return torch.from_numpy(column.astype(np.int64)).to(device)
+
+    return LogitRows(
+        src=on_device(src),
+        source=on_device(source),
+        target=on_device(loss.target[order]),
+        to_table=on_device(to_table),
+        chunks=chunks,
+        kept_chunks=kept_rows // chunk_rows,
+    )
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's part of the head."""
+    """This rank's shard of the output layer."""
 
-    first: int  # the token id of its first row
-    real: int  # its rows that are tokens; the others pad
-    group: dist.ProcessGroup  # of the ranks that have the other parts
+    first: int  # token id of its first row
+    real: int  # its rows that are tokens; the others are padding
+    group: dist.ProcessGroup  # the ranks with the other shards
 
 
 def row_logprobs(
     hidden: Tensor,
     weight: Tensor,
-    rows: HeadRows,
+    rows: LogitRows,
     shard: VocabShard,
     temperature: float,
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Logprob and entropy [N] fp32 of the table's rows.
+    """Logprob and entropy, [N] fp32 each, in the order of the loss table.
 
-    hidden [T or T/tp, h]: with tensor parallelism, each rank's stretch of the sequence.
+    hidden [T or T/tp, h]: with tensor parallelism, each rank's shard of the sequence.
     """
-    of_src = _SourceRows.apply(hidden, rows.src, shard.group)
-    logprob, entropy = _Head.apply(of_src, weight, rows, shard, temperature)
+    source_hidden = _SourceRows.apply(hidden, rows.src, shard.group)
+    logprob, entropy = _Head.apply(source_hidden, weight, rows, shard, temperature)
     if not entropy_gradient:
         entropy = entropy.detach()  # saves a pass over the logits
-    return logprob[rows.to_table], entropy[rows.of_row][rows.to_table]
+    return logprob[rows.to_table], entropy[rows.source][rows.to_table]
 
 
 class _SourceRows(torch.autograd.Function):
-    """Rows of a sequence that is spread over the group, on every rank: [U, h]."""
+    """Rows of a sequence that is sharded over the group, gathered on every rank: [U, h]."""
 
     @staticmethod
     def forward(ctx, hidden, src, group):
-        ctx.shape, ctx.group = hidden.shape, group
+        ctx.shape = hidden.shape
+        ctx.group = group
         if group.size() == 1:
-            ctx.here, ctx.at = None, src
+            ctx.here = None
+            ctx.at = src
             return hidden[src]
         at = src - group.rank() * len(hidden)
         ctx.here = ((at >= 0) & (at < len(hidden))).nonzero().squeeze(1)
@@ -96,17 +126,35 @@ class _SourceRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.here is not None:  # each rank has the part of its own vocabulary
+        if ctx.here is not None:  # each rank has the gradient of its vocabulary shard
             grad = grad.contiguous()
             dist.all_reduce(grad, group=ctx.group)
             grad = grad[ctx.here]
-        hidden = grad.new_zeros(ctx.shape)
-        hidden[ctx.at] = grad  # sources are distinct
-        return hidden, None, None
+        d_hidden = grad.new_zeros(ctx.shape)
+        d_hidden[ctx.at] = grad  # sources are distinct
+        return d_hidden, None, None
+
+
+@dataclass
+class _Targets:
+    """The loss rows of a chunk."""
+
+    source: Tensor  # [n] index of the row's source in the chunk
+    column: Tensor  # [n] column of the row's target in this rank's shard
+    here: Tensor  # [m] the rows whose column is in range; the others are on other ranks
+
+
+@dataclass
+class _Softmax:
+    """The distributions of a chunk's sources: p = exp / total."""
+
+    exp: Tensor  # [c, V/tp] exp(logits - max), this rank's shard
+    total: Tensor  # [c] sum of exp over the whole vocabulary
+    entropy: Tensor  # [c]
 
 
 class _Head(torch.autograd.Function):
-    """Logprob [N] of each row's target and entropy [U] of each source, in the order of HeadRows."""
+    """Logprob [N] of each row's target and entropy [U] of each source, in LogitRows order."""
 
     @staticmethod
     def forward(ctx, hidden, weight, rows, shard, temperature):
@@ -114,99 +162,110 @@ class _Head(torch.autograd.Function):
         ctx.rows, ctx.shard, ctx.temperature = rows, shard, temperature
         logprob = hidden.new_empty(len(rows.target), dtype=torch.float32)
         entropy = hidden.new_empty(len(rows.src), dtype=torch.float32)
-        total = torch.empty_like(entropy)  # [U] of the exponentials
-        ctx.kept = []  # exponentials of the last chunks
-        for i, (s, r) in enumerate(rows.chunks):
-            e, total[s], logprob[r], entropy[s] = _chunk(
-                hidden[s], weight, rows, s, r, shard, temperature
+        total = torch.empty_like(entropy)  # [U]
+        ctx.kept_exp = []  # [c, V/tp] of each of the last chunks
+        first_kept = len(rows.chunks) - rows.kept_chunks
+        for i, chunk in enumerate(rows.chunks):
+            targets = _targets(rows, chunk, shard)
+            softmax, logprob[chunk.rows] = _chunk_softmax(
+                hidden[chunk.sources], weight, targets, shard, temperature
             )
-            if i >= len(rows.chunks) - rows.kept and any(ctx.needs_input_grad):
-                ctx.kept.append(e)
-            del e  # before the next chunk is there
+            total[chunk.sources] = softmax.total
+            entropy[chunk.sources] = softmax.entropy
+            if i >= first_kept and any(ctx.needs_input_grad):
+                ctx.kept_exp.append(softmax.exp)
+            del softmax  # frees the logits before the next chunk
         ctx.save_for_backward(hidden, weight, total, entropy)
         return logprob, entropy
 
     @staticmethod
     def backward(ctx, d_logprob, d_entropy):
         hidden, weight, total, entropy = ctx.saved_tensors
-        rows, shard = ctx.rows, ctx.shard
+        rows, shard, temperature = ctx.rows, ctx.shard, ctx.temperature
         d_hidden = torch.empty_like(hidden)
         d_weight = weight.new_zeros(weight.shape, dtype=torch.float32)
-        for s, r in reversed(rows.chunks):
-            if ctx.kept:
-                e = ctx.kept.pop()
+        for chunk in reversed(rows.chunks):
+            targets = _targets(rows, chunk, shard)
+            chunk_hidden = hidden[chunk.sources]
+            if ctx.kept_exp:
+                exp = ctx.kept_exp.pop()
             else:
-                e, *_ = _chunk(hidden[s], weight, rows, s, r, shard, ctx.temperature)
-            d = _d_logits(
-                e,
-                total[s],
-                entropy[s],
-                rows,
-                s,
-                r,
-                shard,
-                None if d_logprob is None else d_logprob[r],
-                None if d_entropy is None else d_entropy[s],
+                exp = _chunk_softmax(chunk_hidden, weight, targets, shard, temperature)[0].exp
+            d_logits = _d_logits(
+                _Softmax(exp, total[chunk.sources], entropy[chunk.sources]),
+                targets,
+                None if d_logprob is None else d_logprob[chunk.rows],
+                None if d_entropy is None else d_entropy[chunk.sources],
             )
-            if ctx.temperature != 1.0:
-                d /= ctx.temperature
-            d = d.to(weight.dtype)
-            d_hidden[s] = d @ weight[: shard.real]
-            _add_product(d_weight[: shard.real], d.t(), hidden[s])
+            if temperature != 1.0:
+                d_logits /= temperature
+            d_logits = d_logits.to(weight.dtype)
+            d_hidden[chunk.sources] = d_logits @ weight[: shard.real]
+            _add_product(d_weight[: shard.real], d_logits.t(), chunk_hidden)
         return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 
-def _chunk(hidden, weight, rows, s, r, shard, temperature) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """exp(logits - max) [c, V/tp], its sum over the vocabulary [c], logprob of the rows, entropy [c]."""
-    z = (hidden @ weight[: shard.real].t()).float()
+def _targets(rows: LogitRows, chunk: Chunk, shard: VocabShard) -> _Targets:
+    column = rows.target[chunk.rows] - shard.first
+    here = ((column >= 0) & (column < shard.real)).nonzero().squeeze(1)
+    return _Targets(rows.source[chunk.rows] - chunk.sources.start, column, here)
+
+
+def _chunk_softmax(
+    hidden: Tensor, weight: Tensor, targets: _Targets, shard: VocabShard, temperature: float
+) -> tuple[_Softmax, Tensor]:
+    """The softmax of a chunk's hidden states [c, h], and the logprob [n] of its targets."""
+    logits = (hidden @ weight[: shard.real].t()).float()  # [c, V/tp]
     if temperature != 1.0:
-        z /= temperature
-    top = z.amax(-1) if shard.real else z.new_full(z.shape[:1], -torch.inf)
+        logits /= temperature
+    if shard.real:
+        largest = logits.amax(-1)
+    else:
+        largest = logits.new_full(logits.shape[:1], -torch.inf)
     if shard.group.size() > 1:
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)
-    z -= top.unsqueeze(1)
-    of_row, column, here = _targets(rows, s, r, shard)
-    target = torch.zeros_like(of_row, dtype=torch.float32)
-    target[here] = z[of_row[here], column[here]]
-    e = z.exp()
-    sums = torch.cat([e.sum(-1), z.mul_(e).sum(-1), target])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+    logits -= largest.unsqueeze(1)
+    here = targets.here
+    target_logit = torch.zeros_like(targets.source, dtype=torch.float32)  # [n]
+    target_logit[here] = logits[targets.source[here], targets.column[here]]
+    exp = logits.exp()
+    # One reduction for the three sums over the vocabulary; logits × exp overwrites the logits.
+    sums = torch.cat([exp.sum(-1), logits.mul_(exp).sum(-1), target_logit])
     if shard.group.size() > 1:
         dist.all_reduce(sums, group=shard.group)
-    total, product, target = sums.split([len(z), len(z), len(target)])
+    total, logit_exp, target_logit = sums.split([len(exp), len(exp), len(target_logit)])
     log_total = total.log()
-    return e, total, target - log_total[of_row], log_total - product / total
+    entropy = log_total - logit_exp / total
+    return _Softmax(exp, total, entropy), target_logit - log_total[targets.source]
 
 
-def _targets(
-    rows: HeadRows, s: slice, r: slice, shard: VocabShard
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the rows of a chunk: their place in it, their column in this shard, and which ones have one."""
-    column = rows.target[r] - shard.first
-    return (
-        rows.of_row[r] - s.start,
-        column,
-        ((column >= 0) & (column < shard.real)).nonzero().squeeze(1),
-    )
+def _d_logits(
+    softmax: _Softmax, targets: _Targets, d_logprob: Tensor | None, d_entropy: Tensor | None
+) -> Tensor:
+    """[c, V/tp], in the memory of `softmax.exp`.
 
-
-def _d_logits(e, total, entropy, rows, s, r, shard, d_logprob, d_entropy) -> Tensor:
-    """In the place of `e`. With p = e / total: d logprob = [target] - p, d entropy = -p (log p + entropy)."""
-    of_row, column, here = _targets(rows, s, r, shard)
-    d_logprob = e.new_zeros(len(of_row)) if d_logprob is None else d_logprob
-    of_source = torch.zeros_like(total).index_add_(0, of_row, d_logprob)
+    d logprob / d logits = [target] - p        d entropy / d logits = -p (log p + entropy)
+    """
+    exp, total = softmax.exp, softmax.total
+    if d_logprob is None:
+        d_logprob = exp.new_zeros(len(targets.source))
+    d_source = torch.zeros_like(total).index_add_(0, targets.source, d_logprob)  # [c]
     through_entropy = None
     if d_entropy is not None:
-        p = e / total.unsqueeze(1)
-        through_entropy = (
-            torch.xlogy(p, p).addcmul_(p, entropy.unsqueeze(1)).mul_(d_entropy.unsqueeze(1))
-        )
-    d = e.mul_((-of_source / total).unsqueeze(1))
-    d.index_put_((of_row[here], column[here]), d_logprob[here], accumulate=True)
-    return d if through_entropy is None else d.sub_(through_entropy)
+        p = exp / total.unsqueeze(1)
+        through_entropy = torch.xlogy(p, p).addcmul_(p, softmax.entropy.unsqueeze(1))
+        through_entropy.mul_(d_entropy.unsqueeze(1))
+    d_logits = exp.mul_((-d_source / total).unsqueeze(1))
+    here = targets.here
+    at_targets = (targets.source[here], targets.column[here])
+    d_logits.index_put_(at_targets, d_logprob[here], accumulate=True)
+    if through_entropy is not None:
+        d_logits.sub_(through_entropy)
+    return d_logits
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, added up in fp32."""
+    """total += a @ b, accumulated in fp32."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -1,28 +1,34 @@
-"""Losses. Each is a plain sum over the loss table of weight × term, so micro-batches and ranks can only add up to it.
+"""Losses: plain sums of weight × term over the loss table, so micro-batches and ranks add up.
 
-With x = logprob under the policy being trained, old = under the policy before the update, A = advantage:
+With x = logprob under the trained policy, old = logprob before the update, A = advantage:
 
-    ratio = exp(x - old)                        of a token; gspo: exp(mean of x - old over the step), for all its tokens
-    ppo_clip    -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), and for A < 0 at most -dual_clip A
+    ratio = exp(x - old)    of a token; gspo: exp(mean of x - old over the step), for all its tokens
+
+    ppo_clip    -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A); if A < 0 at most
+                -dual_clip A
     gspo        the same with the step's ratio (Zheng et al. 2025; the model call is the sequence)
     cispo       -stop(clip(ratio, 1 - clip_low, 1 + clip_high)) A x      (MiniMax-M1)
     reinforce   -A x
-    nll         -x, and no advantage: supervised
-    + kl × estimate of KL(policy ‖ reference)   k2 = d²/2, k3 = exp(d) - d - 1 with d = ref - x, at most KL_MAX
-    - entropy × entropy of the policy
+    nll         -x, without an advantage: supervised
 
-Where clip_low and clip_high are not given, `config.CLIP_BOUNDS` has those of the loss. The KL estimate of a token is
-bounded: k3 grows as exp(d), and one token that the reference finds far likelier would own the gradient once its norm
-is clipped. A token at the bound has no gradient of the KL; `train/kl_clamped_fraction` counts such tokens.
+    + kl_coef × estimate of KL(policy ‖ reference)
+                k2 = d²/2, k3 = exp(d) - d - 1 with d = ref - x, at most KL_MAX
+    - entropy_coef × entropy of the policy
 
-Correction. The engine that sampled and the trainer compute slightly (bf16, stale weights: not so slightly) different
-logprobs. importance = exp(old - rollout) of a token, or its product over the step, is a constant factor of the term:
+`config.CLIP_BOUNDS` has the default clip_low and clip_high of each loss. The KL estimate of a token
+is bounded: k3 grows as exp(d), so a single token that is much likelier under the reference would
+dominate the clipped gradient. A token at the bound has no KL gradient;
+`train/kl_clamped_fraction` counts such tokens.
 
-    truncate    min(importance, high)                      (Yao et al. 2025)
-    mask        the term counts where low <= importance <= high, unchanged, and else not at all
+Importance sampling correction. The engine and the trainer compute slightly different logprobs
+(bf16), and with stale weights very different ones. The importance ratio exp(old - rollout) of a
+token, or its product over the step, is a constant factor of the term:
 
-`old` is computed before the first optimizer step of a batch. With one mini-batch per batch it equals x; `loss.old_logprobs:
-rollout` takes the engine's logprobs instead and saves that pass.
+    truncate    min(importance ratio, high)                                     (Yao et al. 2025)
+    mask        1 where low <= importance ratio <= high, else 0
+
+`old` is computed before the first optimizer step of a batch. With one mini-batch per batch it
+equals x; `loss.old_logprobs: rollout` uses the engine's logprobs instead and saves that pass.
 """
 
 from collections.abc import Callable
@@ -35,7 +41,7 @@ from torch import Tensor
 from megastep.config import LossConfig
 from megastep.types import PADDING, LossTable
 
-# Sums over rows that belong to somebody; the driver divides by `rows`, or takes them as they are.
+# Sums over real rows; `means` divides most of them by `rows` or `mismatch_rows`.
 SUMS = (
     "loss",
     "rows",
@@ -46,126 +52,143 @@ SUMS = (
     "kl_clamped",
     "advantage_abs",
     "importance",
-    "importance_cut",
+    "importance_clipped",
     "mismatch_rows",
     "mismatch_kl",
     "mismatch_abs",
 )
 MAXIMA = ("mismatch_max_abs", "ratio_max")
-FAR = 20.0  # differences of logprobs are bounded by it before exp
+MAX_LOG_RATIO = 20.0  # bound of a logprob difference before exp
 KL_MAX = 10.0  # bound of a token's KL estimate, as in verl
 
 
 @dataclass
-class Rows:
+class LossRows:
     """The columns of a loss table on the device, [N] each."""
 
     advantage: Tensor
     weight: Tensor
-    rollout: Tensor  # NaN where the engine recorded none
-    old: Tensor | None
-    reference: Tensor | None
-    step: Tensor  # which step of the micro-batch
-    steps: int
-    real: Tensor  # bool: not a padding
+    rollout_logprob: Tensor  # NaN where the engine recorded none
+    old_logprob: Tensor | None
+    ref_logprob: Tensor | None
+    step: Tensor  # index of the row's step in the micro-batch
+    num_steps: int
+    real: Tensor  # bool: not padding
 
 
-def rows_on(loss: LossTable, device: torch.device) -> Rows:
+def loss_rows(loss: LossTable, device: torch.device) -> LossRows:
     starts = loss.step_starts()
     step = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(loss))))
 
-    def on(column):
-        return None if column is None else torch.from_numpy(np.ascontiguousarray(column)).to(device)
+    def on_device(column: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(column)).to(device)
 
-    return Rows(
-        on(loss.advantage),
-        on(loss.weight),
-        on(loss.rollout_logprob),
-        on(loss.old_logprob),
-        on(loss.ref_logprob),
-        on(step),
-        len(starts),
-        on(loss.group != PADDING),
+    return LossRows(
+        advantage=on_device(loss.advantage),
+        weight=on_device(loss.weight),
+        rollout_logprob=on_device(loss.rollout_logprob),
+        old_logprob=None if loss.old_logprob is None else on_device(loss.old_logprob),
+        ref_logprob=None if loss.ref_logprob is None else on_device(loss.ref_logprob),
+        step=on_device(step),
+        num_steps=len(starts),
+        real=on_device(loss.group != PADDING),
     )
 
 
 @dataclass
-class Account:
-    """What a micro-batch's loss leaves behind for the metrics."""
+class RowTerms:
+    """Intermediate values of the loss that the metrics are computed from, [N] each."""
+
+    term: Tensor
+    entropy: Tensor
+    ratio: Tensor
+    clipped: Tensor  # bool: clipping changed the term
+    kl: Tensor
+    kl_clamped: Tensor  # bool: the KL estimate is at KL_MAX
+    importance_weight: Tensor
+    importance_kept: Tensor  # bool: importance sampling neither truncated nor masked the term
+    compared: Tensor  # bool: real rows with a rollout logprob
+    logprob_difference: Tensor  # trainer - rollout; 0 where not compared
+
+
+@dataclass
+class LossMetrics:
+    """The metrics of a micro-batch, before they are added up over micro-batches and ranks."""
 
     sums: Tensor  # [SUMS] f64
     maxima: Tensor  # [MAXIMA] f64
-    bad: Tensor  # [N] bool: rows whose term is not a finite number
+    nonfinite: Tensor  # [N] bool: rows whose weighted term is not finite
 
 
 def policy_loss(
-    config: LossConfig, logprob: Tensor, entropy: Tensor, rows: Rows
-) -> tuple[Tensor, Account]:
+    config: LossConfig, logprob: Tensor, entropy: Tensor, rows: LossRows
+) -> tuple[Tensor, LossMetrics]:
     """The weighted sum of a micro-batch."""
-    now = logprob.detach()
-    recorded = ~rows.rollout.isnan()
-    old = now if rows.old is None else rows.old
+    current = logprob.detach()
+    recorded = ~rows.rollout_logprob.isnan()
     if config.old_logprobs == "rollout":
-        old = rows.rollout
-    # Bounded: exp of a far-off row would be inf, and its gradient, though clipped or of weight 0, NaN.
-    log_ratio = torch.where(rows.weight == 0, 0.0, logprob - old).clamp(-FAR, FAR)
+        old = rows.rollout_logprob
+        trainer_logprob = current
+    else:
+        old = current if rows.old_logprob is None else rows.old_logprob
+        trainer_logprob = old
+    # Bounded: exp of an outlier would be inf, and its gradient, though clipped or of weight 0, NaN.
+    log_ratio = torch.where(rows.weight == 0, 0.0, logprob - old)
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if config.type == "gspo":
-        log_ratio = (
-            _step_mean(log_ratio.detach(), rows) + logprob - now
-        )  # the gradient stays with each token
+        # `logprob - current` is 0 and carries the gradient of each token.
+        log_ratio = _step_mean(log_ratio.detach(), rows) + logprob - current
     ratio = log_ratio.exp()
     term, clipped = TERMS[config.type](config, ratio, rows.advantage, logprob)
-    importance, kept = _importance_weight(
-        config, torch.where(recorded, old - rows.rollout, 0.0), rows
-    )
-    term = torch.where(
-        importance == 0, 0.0, term * importance
-    )  # masked rows are out, whatever they are
-    kl, kl_clamped = torch.zeros_like(now), torch.zeros_like(rows.real)
+    log_importance_ratio = torch.where(recorded, old - rows.rollout_logprob, 0.0)
+    importance_weight, importance_kept = _importance_weight(config, log_importance_ratio, rows)
+    # A masked row adds 0 even if its term is not finite.
+    term = torch.where(importance_weight == 0, 0.0, term * importance_weight)
+    kl = torch.zeros_like(current)
+    kl_clamped = torch.zeros_like(rows.real)
     if config.kl_coef > 0:
         kl, kl_clamped = _kl(config, logprob, rows)
         term = term + config.kl_coef * kl
     if config.entropy_coef > 0:
         term = term - config.entropy_coef * entropy
-    # A row of weight 0 adds nothing, whatever its term is.
+    # So does a row of weight 0, which keeps NaN out of the sum.
     loss = torch.where(rows.weight == 0, 0.0, term * rows.weight).sum()
     with torch.no_grad():
-        trained_as = (
-            now if config.old_logprobs == "rollout" else old
-        )  # what the trainer makes of the rollout's tokens
-        gap = torch.where(rows.real & recorded, trained_as - rows.rollout, 0.0)
-        account = _account(
-            loss,
-            term,
-            entropy,
-            ratio,
-            clipped,
-            kl,
-            kl_clamped,
-            importance,
-            kept,
-            rows.real & recorded,
-            gap,
-            rows,
+        compared = rows.real & recorded
+        difference = torch.where(compared, trainer_logprob - rows.rollout_logprob, 0.0)
+        terms = RowTerms(
+            term=term,
+            entropy=entropy,
+            ratio=ratio,
+            clipped=clipped,
+            kl=kl,
+            kl_clamped=kl_clamped,
+            importance_weight=importance_weight,
+            importance_kept=importance_kept,
+            compared=compared,
+            logprob_difference=difference,
         )
-    return loss, account
+        metrics = _loss_metrics(loss, terms, rows)
+    return loss, metrics
 
 
 # ---------------------------------------------------------------- terms
 
 
 def _clip(config: LossConfig, ratio: Tensor) -> Tensor:
+    assert config.clip_low is not None and config.clip_high is not None, "set by Config.policy_loss"
     return ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
 
 
 def _clipped_surrogate(
     config: LossConfig, ratio: Tensor, advantage: Tensor, logprob: Tensor
 ) -> tuple[Tensor, Tensor]:
-    free, bounded = -ratio * advantage, -_clip(config, ratio) * advantage
-    term = torch.maximum(free, bounded)
+    unclipped = -ratio * advantage
+    bounded = -_clip(config, ratio) * advantage
+    term = torch.maximum(unclipped, bounded)
     if config.dual_clip > 0:
         term = torch.where(advantage < 0, torch.minimum(term, -config.dual_clip * advantage), term)
-    return term, term.detach() != free.detach()
+    return term, term.detach() != unclipped.detach()
 
 
 def _cispo(
@@ -187,6 +210,7 @@ def _nll(
     return -logprob, torch.zeros_like(advantage, dtype=torch.bool)
 
 
+# (config, ratio, advantage, logprob) → (term [N], whether the ratio was clipped [N])
 TERMS: dict[str, Callable] = {
     "ppo_clip": _clipped_surrogate,
     "gspo": _clipped_surrogate,
@@ -194,56 +218,54 @@ TERMS: dict[str, Callable] = {
     "reinforce": _reinforce,
     "nll": _nll,
 }
-KL_ESTIMATES: dict[str, Callable] = {
+KL_ESTIMATORS: dict[str, Callable] = {
     "k2": lambda d: d.square() / 2,
     "k3": lambda d: d.exp() - d - 1,
 }
 
 
-def _kl(config: LossConfig, logprob: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """The estimate of each token's KL, and which tokens are at its bound, where it has no gradient."""
+def _kl(config: LossConfig, logprob: Tensor, rows: LossRows) -> tuple[Tensor, Tensor]:
+    """Each token's KL estimate, and which tokens are at its bound, without a gradient."""
     # Bounded before exp too: the gradient of an infinite estimate would be 0 × inf.
-    estimate = KL_ESTIMATES[config.kl_estimator]((rows.reference - logprob).clamp(-FAR, FAR))
+    log_ratio = (rows.ref_logprob - logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    estimate = KL_ESTIMATORS[config.kl_estimator](log_ratio)
     return estimate.clamp(max=KL_MAX), estimate.detach() > KL_MAX
 
 
-def _step_mean(values: Tensor, rows: Rows) -> Tensor:
-    count = torch.bincount(rows.step, minlength=rows.steps)
-    return (_step_sum(values, rows) / count)[rows.step]
+def _step_mean(values: Tensor, rows: LossRows) -> Tensor:
+    """[N] of each row's step."""
+    row_count = torch.bincount(rows.step, minlength=rows.num_steps)
+    return (_step_sum(values, rows) / row_count)[rows.step]
 
 
-def _step_sum(values: Tensor, rows: Rows) -> Tensor:
-    return values.new_zeros(rows.steps).index_add_(0, rows.step, values)
+def _step_sum(values: Tensor, rows: LossRows) -> Tensor:
+    """[num_steps]"""
+    return values.new_zeros(rows.num_steps).index_add_(0, rows.step, values)
 
 
 def _importance_weight(
-    config: LossConfig, log_importance: Tensor, rows: Rows
+    config: LossConfig, log_importance_ratio: Tensor, rows: LossRows
 ) -> tuple[Tensor, Tensor]:
-    """The constant factor of each term, and which terms it leaves as they are."""
-    everywhere = torch.ones_like(rows.real)
-    assert config.importance_sampling.mode != "auto", "Config.policy_loss decides what it means"
-    if config.importance_sampling.mode == "none":
-        return torch.ones_like(log_importance), everywhere
-    if config.importance_sampling.level == "step":
-        log_importance = _step_sum(log_importance, rows)[rows.step]
-    importance = log_importance.clamp(-FAR, FAR).exp()
-    if config.importance_sampling.mode == "truncate":
-        return importance.clamp(
-            max=config.importance_sampling.high
-        ), importance <= config.importance_sampling.high
-    kept = (importance >= config.importance_sampling.low) & (
-        importance <= config.importance_sampling.high
-    )
+    """The constant factor of each term, and which terms it leaves unchanged."""
+    sampling = config.importance_sampling
+    assert sampling.mode != "auto", "resolved by Config.policy_loss"
+    if sampling.mode == "none":
+        return torch.ones_like(log_importance_ratio), torch.ones_like(rows.real)
+    if sampling.level == "step":
+        log_importance_ratio = _step_sum(log_importance_ratio, rows)[rows.step]
+    importance_ratio = log_importance_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if sampling.mode == "truncate":
+        return importance_ratio.clamp(max=sampling.high), importance_ratio <= sampling.high
+    kept = (importance_ratio >= sampling.low) & (importance_ratio <= sampling.high)
     return kept.float(), kept
 
 
 # ---------------------------------------------------------------- metrics
 
 
-def _account(
-    loss, term, entropy, ratio, clipped, kl, kl_clamped, importance, kept, compared, gap, rows: Rows
-) -> Account:
+def _loss_metrics(loss: Tensor, terms: RowTerms, rows: LossRows) -> LossMetrics:
     real = rows.real
+    difference = terms.logprob_difference
 
     def total(values: Tensor, where: Tensor = real) -> Tensor:
         return torch.where(where, values.double(), 0.0).sum()
@@ -251,33 +273,34 @@ def _account(
     sums = {
         "loss": loss.double(),
         "rows": total(real),
-        "entropy": total(entropy),
-        "ratio": total(ratio),
-        "clipped": total(clipped),
-        "kl_reference": total(kl),
-        "kl_clamped": total(kl_clamped),
+        "entropy": total(terms.entropy),
+        "ratio": total(terms.ratio),
+        "clipped": total(terms.clipped),
+        "kl_reference": total(terms.kl),
+        "kl_clamped": total(terms.kl_clamped),
         "advantage_abs": total(rows.advantage.abs()),
-        "importance": total(importance),
-        "importance_cut": total(~kept),
-        "mismatch_rows": total(real, compared),
-        "mismatch_kl": total(gap.double().expm1() - gap, compared),
-        "mismatch_abs": total(gap.abs(), compared),
+        "importance": total(terms.importance_weight),
+        "importance_clipped": total(~terms.importance_kept),
+        "mismatch_rows": total(real, terms.compared),
+        "mismatch_kl": total(difference.double().expm1() - difference, terms.compared),
+        "mismatch_abs": total(difference.abs(), terms.compared),
     }
     maxima = {
-        "mismatch_max_abs": gap.abs().max().double(),
-        "ratio_max": torch.where(real, ratio, 0.0).max().double(),
+        "mismatch_max_abs": difference.abs().max().double(),
+        "ratio_max": torch.where(real, terms.ratio, 0.0).max().double(),
     }
-    return Account(
-        torch.stack([sums[name] for name in SUMS]),
-        torch.stack([maxima[name] for name in MAXIMA]),
-        real & ~(term * rows.weight).isfinite(),
+    return LossMetrics(
+        sums=torch.stack([sums[name] for name in SUMS]),
+        maxima=torch.stack([maxima[name] for name in MAXIMA]),
+        nonfinite=real & ~(terms.term * rows.weight).isfinite(),
     )
 
 
 def means(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
-    """Metrics of a mini-batch from what all its micro-batches add up to."""
-    rows, compared = max(sums["rows"], 1.0), sums["mismatch_rows"]
-    found = {
+    """Metrics of a mini-batch from the totals of all its micro-batches."""
+    rows = max(sums["rows"], 1.0)
+    compared = sums["mismatch_rows"]
+    metrics = {
         "train/loss": sums["loss"],
         "train/tokens_trained": sums["rows"],
         "train/entropy": sums["entropy"] / rows,
@@ -288,12 +311,12 @@ def means(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
         "train/kl_clamped_fraction": sums["kl_clamped"] / rows,
         "train/advantage_abs_mean": sums["advantage_abs"] / rows,
         "train/importance_mean": sums["importance"] / rows,
-        "train/importance_clipped_fraction": sums["importance_cut"] / rows,
+        "train/importance_clipped_fraction": sums["importance_clipped"] / rows,
     }
     if compared:
-        found |= {
+        metrics |= {
             "mismatch/kl": sums["mismatch_kl"] / compared,
             "mismatch/mean_abs": sums["mismatch_abs"] / compared,
             "mismatch/max_abs": maxima["mismatch_max_abs"],
         }
-    return found
+    return metrics

@@ -1,10 +1,10 @@
-"""A Megatron-Core GPTModel from an Architecture. The one place that chooses between CPU and CUDA specs.
+"""A Megatron-Core GPTModel from an Architecture; selects the CPU or the CUDA layer spec.
 
     CUDA    Transformer Engine's layers, grouped expert GEMMs
-    CPU     Megatron's local layers with an RMSNorm of ours; also for shapes alone, on the meta device
-    both    attention over tries (attention.py), the head on the loss table's rows only (logprobs.py)
+    CPU     Megatron's local layers with our RMSNorm; also on the meta device, for shapes only
+    both    attention over tries (attention.py), the output layer on loss rows only (logprobs.py)
 
-Both give the same parameters under the same checkpoint keys.
+Both have the same parameters under the same checkpoint keys.
 """
 
 import json
@@ -43,20 +43,20 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_model(arch: Architecture, policy: PolicyConfig) -> "list[PolicyModel]":
-    """This rank's part of the model, one PolicyModel per virtual pipeline stage. Its weights hold nothing yet:
-    `live.load_hf` fills every one.
+    """This rank's shard of the model, one PolicyModel per virtual pipeline stage.
 
-    Under `with torch.device("meta")` nothing is allocated, beside a GPU neither: Megatron names a device for each of
-    Transformer Engine's layers, so these are not used then.
+    The weights are uninitialized: `load_hf` fills them. Under `with torch.device("meta")` nothing
+    is allocated, with or without a GPU: the CPU spec is used, since Megatron passes a device to
+    each of Transformer Engine's layers.
     """
     on_meta = torch.get_default_device().type == "meta"
     on_cuda = torch.cuda.is_available() and not on_meta
-    layout = policy.parallel
+    virtual_stages = policy.parallel.virtual
     inverse_frequencies, softmax_scale = _rope(arch)
     config = transformer_config(arch, policy, softmax_scale, on_cuda, mark_shards=not on_meta)
     chunks = []
-    for stage in range(layout.virtual):
-        virtual_stage = stage if layout.virtual > 1 else None
+    for stage in range(virtual_stages):
+        virtual_stage = stage if virtual_stages > 1 else None
         chunk = PolicyModel(
             config=config,
             transformer_layer_spec=layer_spec(config, virtual_stage, on_cuda),
@@ -75,18 +75,17 @@ def build_model(arch: Architecture, policy: PolicyConfig) -> "list[PolicyModel]"
 
 
 class PolicyModel(GPTModel):
-    """A GPTModel that takes a micro-batch of tries; its last stage gives logprob and entropy of the loss rows."""
+    """A GPTModel over tries; its last stage returns logprob and entropy of the loss rows."""
 
     shard: VocabShard
 
     def forward(self, batch: PolicyBatch) -> torch.Tensor:
-        """hidden [T/tp, 1, h] of a stage; of the last one [2, N]: logprobs and entropies."""
-        embedded = None  # other stages take what the schedule has received
+        """Hidden states [T/tp, 1, h]; on the last stage [2, N]: logprobs and entropies."""
+        embedded = None  # other stages take the input that the schedule has received
         if self.pre_process:
-            embedded = self.embedding(input_ids=batch.tokens, position_ids=None)
-        frequencies = self.rotary_pos_emb(
-            batch.rope_tokens, packed_seq=True
-        )  # [rope_tokens, 1, 1, dim]
+            embedded = self.embedding(input_ids=batch.tokens, position_ids=None)  # [T/tp, 1, h]
+        # [rope_tokens, 1, 1, dim]
+        frequencies = self.rotary_pos_emb(batch.rope_tokens, packed_seq=True)
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
@@ -106,21 +105,23 @@ class PolicyModel(GPTModel):
     def _row_values(self, hidden: torch.Tensor, batch: PolicyBatch) -> torch.Tensor:
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        shard, temperature, differentiable = self.shard, batch.temperature, batch.entropy_gradient
-        return torch.stack(
-            row_logprobs(hidden, weight, batch.rows, shard, temperature, differentiable)
+        assert batch.rows is not None, "set by prepare where the stage has the output layer"
+        logprob_and_entropy = row_logprobs(
+            hidden, weight, batch.rows, self.shard, batch.temperature, batch.entropy_gradient
         )
+        return torch.stack(logprob_and_entropy)
 
 
 def _vocab_shard(arch: Architecture) -> VocabShard:
     place = parallel.place()
     rows = arch.padded_vocab // place.tensor_size
     first = place.tensor * rows
-    return VocabShard(first, min(max(arch.vocab - first, 0), rows), parallel.tensor_group())
+    real = min(max(arch.vocab - first, 0), rows)
+    return VocabShard(first, real, parallel.tensor_group())
 
 
 def wrap_for_training(chunks: list[GPTModel], precision: str) -> list[DistributedDataParallel]:
-    """Cast and put Megatron's data parallelism around each chunk; gradients are summed in fp32."""
+    """Cast each chunk and wrap it in Megatron's data parallelism; gradients are summed in fp32."""
     config = chunks[0].config
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -144,7 +145,7 @@ def transformer_config(
     on_cuda: bool,
     mark_shards: bool,
 ) -> TransformerConfig:
-    layout = policy.parallel
+    degrees = policy.parallel
     dtype = PRECISIONS[policy.precision]
     return TransformerConfig(
         num_layers=arch.layers,
@@ -164,34 +165,35 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **_expert_settings(arch, policy, on_cuda),
-        tensor_model_parallel_size=layout.tensor,
-        sequence_parallel=layout.tensor > 1,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
-        pipeline_model_parallel_layout=_pipeline_layout(layout),
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor_size,
-        context_parallel_size=layout.context,
+        tensor_model_parallel_size=degrees.tensor,
+        sequence_parallel=degrees.tensor > 1,
+        pipeline_model_parallel_size=degrees.pipeline,
+        virtual_pipeline_model_parallel_size=degrees.virtual if degrees.virtual > 1 else None,
+        pipeline_model_parallel_layout=_pipeline_stages(degrees),
+        expert_model_parallel_size=degrees.expert,
+        expert_tensor_parallel_size=degrees.expert_tensor_size,
+        context_parallel_size=degrees.context,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=policy.precision == "bf16",
         **_recomputation(policy),
         cpu_offloading=policy.activation_offload_layers > 0,
         cpu_offloading_num_layers=policy.activation_offload_layers,
-        # Losses are sums of weighted terms; nothing may divide them by tokens or micro-batches.
+        # Losses are sums of weighted terms; Megatron must not divide them by tokens or
+        # micro-batches.
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
-        # With interleaved stages two ranks exchange several tensors at once; only the unbatched calls,
-        # which Megatron ties to overlap, keep them in order between the same two ranks.
-        overlap_p2p_comm=layout.virtual > 1,
-        batch_p2p_comm=layout.virtual == 1,
-        # Megatron marks a parameter as one shard of a tensor, which gradient norms need to know, where it initializes
-        # it: so that runs, and draws nothing.
+        # With interleaved stages two ranks exchange several tensors at once; only the unbatched
+        # calls, which Megatron ties to overlap, keep them in order.
+        overlap_p2p_comm=degrees.virtual > 1,
+        batch_p2p_comm=degrees.virtual == 1,
+        # Megatron marks tensor-parallel parameters during initialization, and gradient norms
+        # depend on the mark: initialization runs with a method that draws nothing.
         perform_initialization=mark_shards,
-        init_method=_draw_nothing,
-        output_layer_init_method=_draw_nothing,
-        embedding_init_method=_draw_nothing,
-        # On the meta device this keeps Megatron from naming another one.
+        init_method=_leave_uninitialized,
+        output_layer_init_method=_leave_uninitialized,
+        embedding_init_method=_leave_uninitialized,
+        # Keeps Megatron from selecting another device under the meta device.
         use_cpu_initialization=not on_cuda,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=on_cuda,
@@ -201,7 +203,7 @@ def transformer_config(
     )
 
 
-def _draw_nothing(weight: torch.Tensor) -> None:
+def _leave_uninitialized(weight: torch.Tensor) -> None:
     pass
 
 
@@ -217,16 +219,17 @@ def _recomputation(policy: PolicyConfig) -> dict:
 
 def _expert_settings(arch: Architecture, policy: PolicyConfig, on_cuda: bool) -> dict:
     if arch.experts is None:
-        # Megatron checks the dispatcher against variable lengths even without experts.
+        # Megatron checks the dispatcher for variable lengths even without experts.
         return dict(moe_token_dispatcher_type="alltoall")
     return dict(
         num_moe_experts=arch.experts.count,
         moe_router_topk=arch.experts.top_k,
         moe_ffn_hidden_size=arch.experts.hidden,
         moe_layer_freq=[int(has) for has in arch.experts.layers],
-        # Softmax over the chosen logits equals softmax over all, renormalized over the chosen.
+        # Softmax over the top-k logits equals softmax over all, renormalized over the top-k.
         moe_router_pre_softmax=not arch.experts.normalize_top_k,
-        # The worker divides the coefficients by the tokens of the mini-batch before each update (router.py).
+        # Before each update the worker divides both coefficients by the mini-batch's tokens
+        # (router_losses.py).
         moe_router_load_balancing_type="aux_loss" if policy.moe_aux_loss_coef > 0 else "none",
         moe_aux_loss_coeff=policy.moe_aux_loss_coef,
         moe_z_loss_coeff=policy.moe_z_loss_coef or None,
@@ -235,10 +238,11 @@ def _expert_settings(arch: Architecture, policy: PolicyConfig, on_cuda: bool) ->
     )
 
 
-def _pipeline_layout(layout: ParallelConfig) -> list[list[str]] | None:
-    if layout.layers_per_stage is None or layout.pipeline == 1:
+def _pipeline_stages(degrees: ParallelConfig) -> list[list[str]] | None:
+    """Megatron's description of an uneven pipeline; None: even."""
+    if degrees.layers_per_stage is None or degrees.pipeline == 1:
         return None
-    stages = [["decoder"] * n for n in layout.layers_per_stage]
+    stages = [["decoder"] * n for n in degrees.layers_per_stage]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return stages
@@ -250,7 +254,7 @@ def _pipeline_layout(layout: ParallelConfig) -> list[list[str]] | None:
 def layer_spec(
     config: TransformerConfig, virtual_stage: int | None, on_cuda: bool
 ) -> TransformerBlockSubmodules:
-    """CUDA: Transformer Engine's layers, not run on a GPU yet. CPU: Megatron's local layers with our parts."""
+    """Transformer Engine's layers on CUDA (not run on a GPU yet), Megatron's local ones on CPU."""
     if on_cuda:
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, vp_stage=virtual_stage
@@ -277,8 +281,8 @@ def _cpu_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     attention.core_attention = TrieAttention
     if attention.q_layernorm is not IdentityOp:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    # Checkpoint keys as Transformer Engine's layers have them: the norm before the linear layer is
-    # part of it, except before experts.
+    # Checkpoint keys of Transformer Engine's layers, where a linear layer includes the norm before
+    # it, except before experts.
     layer.sharded_state_dict_keys_map = {
         "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
     }
@@ -295,8 +299,11 @@ def _set_router(layer: ModuleSpec) -> None:
 
 
 class RMSNorm(torch.nn.Module):
-    """Megatron's wrapper of torch's norm refuses sequence parallelism, for want of a mark on the weight that makes
-    Megatron sum its gradient over the ranks; and torch's norm for CPU is a chain of eight small operations."""
+    """RMSNorm that supports sequence parallelism on CPU.
+
+    Megatron's wrapper of torch's norm does not: its weight lacks the mark that makes Megatron sum
+    the gradient over the ranks. Torch's norm for CPU is also a chain of eight small operations.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused):
         super().__init__()
@@ -313,17 +320,17 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        wide = x.float()
-        scale = torch.rsqrt(
-            torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1] + eps
-        )
+        x_fp32 = x.float()
+        square_sum = torch.linalg.vector_norm(x_fp32, dim=-1, keepdim=True).square_()
+        scale = torch.rsqrt(square_sum / x.shape[-1] + eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(x.dtype).mul_(weight)
+        return (x_fp32 * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
-        grad, normed = grad.float(), x.float() * scale
+        grad = grad.float()
+        normed = x.float() * scale
         product = (grad * normed).flatten(0, -2)
         inner = (product @ weight.float() / x.shape[-1]).view(scale.shape)
         d_x = (grad * weight).addcmul_(normed, inner, value=-1).mul_(scale)
@@ -331,10 +338,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rope(arch: Architecture) -> tuple[torch.Tensor, float | None]:
-    """Frequencies [head_dim / 2] and, for yarn, the attention scale, both as transformers computes them.
+    """Inverse frequencies [head_dim / 2] and, for yarn, the softmax scale, as in transformers.
 
-    transformers multiplies cos and sin by a factor: queries and keys both carry it, so the scores
-    carry its square, and the softmax scale is where Megatron can be told.
+    transformers multiplies cos and sin by a factor. Queries and keys both carry it, so the scores
+    carry its square, which Megatron takes as part of the softmax scale.
     """
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -348,4 +355,5 @@ def _rope(arch: Architecture) -> tuple[torch.Tensor, float | None]:
             exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
             return 1.0 / theta**exponents, None
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
-    return frequencies, None if factor == 1.0 else factor**2 / arch.head_dim**0.5
+    softmax_scale = None if factor == 1.0 else factor**2 / arch.head_dim**0.5
+    return frequencies, softmax_scale

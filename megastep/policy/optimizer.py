@@ -1,13 +1,13 @@
 """Megatron's distributed Adam and its learning-rate schedule.
 
-Update n of N has, with a warm-up of w updates (0 is the same as 1: there is nothing to warm up):
+The learning rate of update n of N, with a warm-up of w updates (w = 0 equals w = 1: no warm-up):
 
-    n <= w                lr × n / w                  lr at the end of the warm-up
+    n <= w                lr × n / w
     constant              lr
-    linear, cosine        from lr at n = w towards min_lr at n = N + 1, so the last update is still above it
+    linear, cosine        from lr at n = w to min_lr at n = N + 1: the last update is above min_lr
 
-Megatron takes FusedAdam from Transformer Engine or apex where one is installed, torch's AdamW otherwise. With
-`cpu_offload_fraction` a hybrid of both works: torch's AdamW on the CPU for that part of the parameters.
+Megatron uses FusedAdam from Transformer Engine or apex if installed, torch's AdamW otherwise. With
+`cpu_offload_fraction` torch's AdamW updates that fraction of the parameters on the CPU.
 """
 
 import gc
@@ -41,14 +41,16 @@ def build_optimizer(
             use_distributed_optimizer=True,
             optimizer_cpu_offload=config.cpu_offload_fraction > 0,
             optimizer_offload_fraction=config.cpu_offload_fraction,
-            # Else Megatron keeps an fp32 copy of all weights on the GPU beside the one of the hybrid optimizer, and
-            # that one cannot load a checkpoint.
+            # Without it Megatron keeps a second fp32 copy of all weights on the GPU, and the hybrid
+            # optimizer cannot load a checkpoint.
             use_precision_aware_optimizer=config.cpu_offload_fraction > 0,
         ),
         chunks,
     )
     if config.cpu_offload_fraction > 0:
-        gc.collect()  # a hybrid optimizer of whole weights, which Megatron makes first, is in a cycle of references
+        # Megatron first builds a hybrid optimizer of the unsharded weights; a reference cycle
+        # keeps it alive.
+        gc.collect()
     _allocate_adam_state(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -70,13 +72,14 @@ def build_optimizer(
 
 
 def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:
-    """What Adam would allocate at its first step, now.
+    """Allocate the state that Adam would allocate at its first step.
 
-    Megatron reads the state when it plans a checkpoint, also for loading one before the first step.
+    Megatron reads it to plan a checkpoint, also when it loads one before the first step.
     """
     for part in optimizer.chained_optimizers:
         hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
-        for adam in part.optimizer.sub_optimizers if hybrid else [part.optimizer]:
+        adams = part.optimizer.sub_optimizers if hybrid else [part.optimizer]
+        for adam in adams:
             for group in adam.param_groups:
                 for param in group["params"]:
                     adam.state[param] = {

@@ -1,16 +1,17 @@
-"""Megatron's router with losses of its own that padding does not reach.
+"""Megatron's router with auxiliary losses that exclude padding.
 
-Over the real tokens of a micro-batch, T of them, with E experts of which each token takes K:
+Over the T real tokens of a micro-batch, with E experts and top-K routing:
 
-    z          z × Σ logsumexp(logits)²                                   (ST-MoE, Zoph et al. 2022)
-    balance    balance × T × E × Σ_e share_e × mean probability of e      (Switch Transformer, Fedus et al. 2021)
-               share_e: of the T × K choices, those that fell on e
+    z loss      z_coef × Σ logsumexp(logits)²                (ST-MoE, Zoph et al. 2022)
+    aux loss    aux_coef × T × E × Σ_e f_e × P_e             (Switch Transformer, Fedus et al. 2021)
+                f_e: fraction of the T × K choices that fell on expert e
+                P_e: mean router probability of expert e
 
-`z` and `balance` are coefficients per token of the mini-batch, which the worker sets before each update: the losses
-are plain sums, so micro-batches and ranks can only add up to them, and one of padding alone adds 0.
+The coefficients are per token of the mini-batch; the worker sets them before each update. The
+losses are plain sums, so micro-batches and ranks add up, and a padding micro-batch adds 0.
 
-Why not Megatron's own, which know a padding mask: they weigh the parts of tensor and context-parallel ranks as if each
-had as many real tokens, and divide by 0 where a micro-batch has none.
+Megatron's own losses take a padding mask too, but weigh tensor- and context-parallel ranks as if
+each had the same number of real tokens, and divide by 0 for a micro-batch without any.
 """
 
 import torch
@@ -26,6 +27,7 @@ class PolicyRouter(TopKRouter):
         coefficient = self.config.moe_z_loss_coeff
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
+        assert padding_mask is not None, "PolicyModel passes it"
         squares = torch.logsumexp(logits.float(), dim=-1).square()
         return MoEAuxLossAutoScaler.apply(logits, coefficient * squares[~padding_mask].sum())
 
@@ -36,14 +38,13 @@ class PolicyRouter(TopKRouter):
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """Scores and map [tokens, E] of the live router; the rows of padding are 0 in both."""
+        """Scores and map [tokens, E] of the live router; rows of padding are 0 in both."""
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if coefficient == 0:
             return probs
-        chosen = routing_map.sum(0)  # [E] tokens, of the whole micro-batch once they are added up
-        dist.all_reduce(chosen, group=self.tp_cp_group)
-        share = chosen / chosen.sum().clamp(min=1)
-        loss = (
-            coefficient * self.config.num_moe_experts * (share * scores_for_aux_loss.sum(0)).sum()
-        )
+        tokens_per_expert = routing_map.sum(0)  # [E]; after the reduction of the whole micro-batch
+        dist.all_reduce(tokens_per_expert, group=self.tp_cp_group)
+        fraction = tokens_per_expert / tokens_per_expert.sum().clamp(min=1)
+        product = (fraction * scores_for_aux_loss.sum(0)).sum()
+        loss = coefficient * self.config.num_moe_experts * product
         return MoEAuxLossAutoScaler.apply(probs, loss)

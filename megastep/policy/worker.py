@@ -1,14 +1,13 @@
-"""One rank of the policy: a Megatron model, its optimizer and what can be done with them.
+"""One rank of the policy: a Megatron model and its optimizer.
 
-Every public method is collective: all ranks call it, the ranks of one data-parallel group with the same micro-batches.
-A mini-batch is one optimizer step:
+Every public method is collective: all ranks call it, the model-parallel ranks of one data-parallel
+rank with the same micro-batches. `learn` runs, for each mini-batch and where the loss needs it:
 
-    remember_old          logprobs of the policy as it is, into the loss tables     where the loss needs them
-    remember_reference    the same of the initial model
-    update                forward and backward over the micro-batches, then the step, unless something is not finite;
-                          nothing of it for a mini-batch without a trained token
-
-`learn` does all three for the mini-batches of a batch.
+    compute_old_logprobs          of the current policy, into the loss tables
+    compute_reference_logprobs    of the initial model, into the loss tables
+    update                        forward and backward over the micro-batches, then one optimizer
+                                  step; skipped if the loss or a gradient is not finite, or if the
+                                  mini-batch has no trained token
 """
 
 import math
@@ -29,43 +28,44 @@ from megastep.checkpoint import saver
 from megastep.checkpoint.loop_state import LoopState
 from megastep.config import Config, LossConfig, OptimizerConfig
 from megastep.distributed import parallel
-from megastep.errors import TrainingError
+from megastep.errors import ReplayError, TrainingError
 from megastep.models.architecture import read_architecture
 from megastep.policy import routing_replay
 from megastep.policy.batch import own_routing, prepare
-from megastep.policy.loss import MAXIMA, SUMS, Account, means, policy_loss, rows_on
+from megastep.policy.loss import MAXIMA, SUMS, LossMetrics, loss_rows, means, policy_loss
 from megastep.policy.model import build_model, wrap_for_training
 from megastep.policy.optimizer import build_optimizer
 from megastep.types import PADDING, MicroBatch
-from megastep.weights.hf_files import HFReader, copy_companions, write_shards, written_beside
+from megastep.weights.hf_files import HFReader, copy_companions, write_shards, written_atomically
 from megastep.weights.megatron import export_hf, global_name, load_hf
-from megastep.weights.random_init import FreshWeights
+from megastep.weights.random_init import RandomWeights
 
 
 @dataclass
 class Update:
     metrics: dict[str, float]
-    skipped: str | None = None  # why the step was not applied, and what it was
+    skipped: str | None = None  # why the optimizer step was not applied
 
 
 class PolicyWorker:
-    """`parallel.start` must have run in this process."""
+    """Requires `parallel.start` in this process."""
 
     def __init__(self, config: Config):
         self.config = config
         self.arch = read_architecture(config.model.path)
-        # Mini-batches seen: optimizer steps taken, those of the warm start too, and steps that were skipped. Engines
-        # know weights by it.
+        # Mini-batches trained, including those of the warm start and skipped ones. Also the weight
+        # version of the engines.
         self.step = 0
         policy = config.policy
         parallel.seed_everything(config.train.seed)
         chunks = build_model(self.arch, policy)
-        in_files = config.model.init == "hf"
-        weights = (
-            HFReader(config.model.path) if in_files else FreshWeights(self.arch, config.train.seed)
-        )
+        weights: HFReader | RandomWeights
+        if config.model.init == "hf":
+            weights = HFReader(config.model.path)
+        else:
+            weights = RandomWeights(self.arch, config.train.seed)
         load_hf(chunks, self.arch, weights)
-        self.replays = [routing_replay.attach(chunk) for chunk in chunks]
+        self.layer_replays = [routing_replay.attach(chunk) for chunk in chunks]
         self.chunks = wrap_for_training(chunks, policy.precision)
         self._saver = saver.Saver()
         self._megatron = chunks[0].config
@@ -73,82 +73,86 @@ class PolicyWorker:
         self.begin(config.optimizer, config.policy_loss, config.optimizer_steps)
 
     def begin(self, optimizer: OptimizerConfig, loss: LossConfig, optimizer_steps: int) -> None:
-        """A stage of training: a loss, a fresh optimizer and its schedule; the model as it is is the reference."""
+        """Start a training stage: a loss, a new optimizer and schedule.
+
+        The current weights become the reference.
+        """
         self.loss = loss
-        # Demonstrations were not sampled; what was, is compared under the distribution that it was sampled from.
+        # Logprobs are computed at the temperature of the rollout; demonstrations have none.
         self.temperature = 1.0 if loss.type == "nll" else self.config.rollout.temperature
         self.optimizer, self.scheduler = build_optimizer(
             self.chunks, optimizer, self.config.policy.precision, optimizer_steps
         )
         self._megatron.grad_scale_func = self.optimizer.scale_loss
-        self.reference = (
-            [p.detach().cpu().clone() for p in self._parameters()] if loss.kl_coef > 0 else None
-        )
+        self.reference: list[Tensor] | None = None
+        if loss.kl_coef > 0:
+            self.reference = [p.detach().cpu().clone() for p in self._parameters()]
 
     # ------------------------------------------------------------ compute
 
     def learn(self, mini_batches: list[list[MicroBatch]]) -> list[Update]:
-        """One optimizer step per mini-batch. What the policy was before the first counts as old for all of them."""
+        """One optimizer step per mini-batch; old logprobs are those before the first step."""
+        # With one mini-batch the old logprobs are those that the update itself computes.
+        needs_old_logprobs = len(mini_batches) > 1 and self.loss.old_logprobs == "policy"
         for micro_batches in mini_batches:
-            if (
-                len(mini_batches) > 1 and self.loss.old_logprobs == "policy"
-            ):  # with one, old is what the update computes itself
-                self.remember_old(micro_batches)
+            if needs_old_logprobs:
+                self.compute_old_logprobs(micro_batches)
             if self.loss.kl_coef > 0:
-                self.remember_reference(micro_batches)
+                self.compute_reference_logprobs(micro_batches)
         return [self.update(micro_batches) for micro_batches in mini_batches]
 
     def update(self, micro_batches: list[MicroBatch]) -> Update:
-        """One optimizer step on this data-parallel rank's part of a mini-batch."""
+        """One optimizer step on this data-parallel rank's micro-batches."""
         self.step += 1
-        # Before the update, and for every mini-batch, whether it ends in one or not: the schedule ends with the run.
+        # The schedule counts mini-batches, also those without an update: it ends with the run.
         self.scheduler.step(1)
         rate = {"train/lr": self.optimizer.param_groups[0]["lr"]}
-        tokens, trained = self._count(micro_batches)
-        if trained == 0:  # no gradient, and Adam's momentum alone would move the weights
+        tokens, trained_tokens = self._count_tokens(micro_batches)
+        if trained_tokens == 0:  # without a gradient Adam's momentum would move the weights
             return Update(rate | {"train/tokens_trained": 0.0, "train/empty_mini_batches": 1.0})
         self._scale_router_losses(tokens)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        accounts = self._run(micro_batches, self._loss)
-        metrics = rate | _metrics(accounts) | self._agreement()
-        bad = self._not_finite(micro_batches, accounts)
-        if bad is None:
+        loss_metrics = self._run(micro_batches, self._loss)
+        metrics = rate | _reduce_metrics(loss_metrics) | self._agreement()
+        problem = self._find_nonfinite(micro_batches, loss_metrics)
+        if problem is None:
             _, metrics["train/grad_norm"], _ = self.optimizer.step()
             self._check_weights(f"optimizer step {self.step}")
-        metrics["train/skipped"] = float(bad is not None)
+        metrics["train/skipped"] = float(problem is not None)
         metrics["train/empty_mini_batches"] = 0.0
-        return Update(metrics, bad)
+        return Update(metrics, problem)
 
-    def _count(self, micro_batches: list[MicroBatch]) -> tuple[int, int]:
-        """Tokens of the mini-batch without padding, and those that are trained; the same on every rank."""
+    def _count_tokens(self, micro_batches: list[MicroBatch]) -> tuple[int, int]:
+        """Real and trained tokens of the whole mini-batch, the same on every rank."""
         tokens = sum(m.real_tokens for m in micro_batches)
         trained = sum(np.count_nonzero(m.trie.loss.group != PADDING) for m in micro_batches)
         counts = torch.tensor([tokens, trained], device=parallel.device())
         dist.all_reduce(counts, group=parallel.data_group())
-        # Context-parallel ranks, which are in that group, have the same micro-batches.
+        # The group includes context-parallel ranks, which have the same micro-batches.
         tokens, trained = (counts // parallel.place().context_size).tolist()
         return tokens, trained
 
-    def remember_old(self, micro_batches: list[MicroBatch]) -> None:
-        """Fill `old_logprob` of the loss tables, where the head is, with the policy's logprobs as it is now."""
+    def compute_old_logprobs(self, micro_batches: list[MicroBatch]) -> None:
+        """Fill `old_logprob` of the loss tables, on ranks with the output layer."""
         for micro_batch, logprob in zip(micro_batches, self.logprobs(micro_batches)):
             micro_batch.trie.loss.old_logprob = logprob
 
-    def remember_reference(self, micro_batches: list[MicroBatch]) -> None:
-        """Fill `ref_logprob` of the loss tables, where the head is, with the initial model's logprobs."""
-        with self._weights(self.reference):
+    def compute_reference_logprobs(self, micro_batches: list[MicroBatch]) -> None:
+        """Fill `ref_logprob` of the loss tables, on ranks with the output layer."""
+        assert self.reference is not None, "kept where loss.kl_coef > 0"
+        with self._swapped_weights(self.reference):
             for micro_batch, logprob in zip(micro_batches, self.logprobs(micro_batches)):
                 micro_batch.trie.loss.ref_logprob = logprob
 
     def logprobs(self, micro_batches: list[MicroBatch]) -> list[np.ndarray]:
-        """[N] of each loss table; nothing on ranks without the head."""
+        """[N] of each loss table; empty on ranks without the output layer."""
         return [logprob for logprob, _ in self.logprobs_and_entropies(micro_batches)]
 
     @torch.no_grad()
     def logprobs_and_entropies(self, micro_batches: list[MicroBatch]) -> list[np.ndarray]:
-        """[2, N] of each loss table; nothing on ranks without the head."""
+        """[2, N] of each loss table; empty on ranks without the output layer."""
 
         def finish(
             micro_batch: MicroBatch, output: Tensor, non_loss_data: bool = True
@@ -160,15 +164,18 @@ class PolicyWorker:
     def _run(
         self, micro_batches: list[MicroBatch], finish: Callable, forward_only: bool = False
     ) -> list:
-        """Megatron's schedule over the micro-batches; what `finish` left for each, where the head is."""
-        with routing_replay.replayed(
-            [layer for layers in self.replays for layer in layers], forward_only
-        ):
+        """Run Megatron's schedule over the micro-batches.
+
+        Returns the last result of `finish` for each, on ranks with the output layer.
+        """
+        data_iterators = [
+            iter([(chunk, micro_batch) for micro_batch in micro_batches])
+            for chunk in range(len(self.chunks))
+        ]
+        with routing_replay.replayed(self._all_layer_replays(), forward_only):
             return get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, finish),
-                data_iterator=[
-                    iter([(chunk, m) for m in micro_batches]) for chunk in range(len(self.chunks))
-                ],
+                data_iterator=data_iterators,
                 model=self.chunks,
                 num_microbatches=len(micro_batches),
                 seq_length=len(micro_batches[0].trie),
@@ -178,12 +185,11 @@ class PolicyWorker:
             )
 
     def _forward_step(self, finish: Callable, data: Iterator, model) -> tuple[Tensor, Callable]:
-        """As Megatron's schedules want it: the output, and the function that ends the micro-batch."""
+        """The signature of Megatron's schedules: the output, and the function for the loss."""
         chunk, micro_batch = next(data)
-        if (
-            self.config.routing_replay.enabled and self.loss.type != "nll"
-        ):  # demonstrations were not routed
-            self._give_routes(chunk, micro_batch)
+        # Demonstrations have no recorded routing.
+        if self.config.routing_replay.enabled and self.loss.type != "nll":
+            self._set_routing(chunk, micro_batch)
         batch = prepare(
             micro_batch,
             self.arch.heads // self.arch.kv_heads,
@@ -194,95 +200,103 @@ class PolicyWorker:
         )
         return model(batch), partial(finish, micro_batch)
 
-    def _give_routes(self, chunk: int, micro_batch: MicroBatch) -> None:
-        layers = self.replays[chunk]
-        if layers and micro_batch.trie.routes is None:
-            raise routing_replay.ReplayError(
-                "routing_replay.enabled needs experts, and no step of the batch has recorded any"
+    def _set_routing(self, chunk: int, micro_batch: MicroBatch) -> None:
+        layers = self.layer_replays[chunk]
+        if not layers:
+            return
+        if micro_batch.trie.routes is None:
+            raise ReplayError(
+                "routing_replay.enabled needs recorded routing, and no step of the batch has any"
             )
-        if layers:
-            mine = slice(layers[0].layer, layers[-1].layer + 1)
-            routing_replay.give(layers, own_routing(micro_batch, mine), mine.start)
+        own_layers = slice(layers[0].layer, layers[-1].layer + 1)
+        routing = own_routing(micro_batch, own_layers)
+        routing_replay.set_routing(layers, routing, own_layers.start)
 
-    def _loss(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Account]:
-        rows = rows_on(micro_batch.trie.loss, parallel.device())
-        loss, account = policy_loss(self.loss, *output, rows)
-        return loss, torch.tensor(1, dtype=torch.int, device=loss.device), account
+    def _all_layer_replays(self) -> list[routing_replay.LayerReplay]:
+        return [layer for layers in self.layer_replays for layer in layers]
+
+    def _loss(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossMetrics]:
+        rows = loss_rows(micro_batch.trie.loss, parallel.device())
+        logprob, entropy = output
+        loss, metrics = policy_loss(self.loss, logprob, entropy, rows)
+        num_tokens = torch.tensor(1, dtype=torch.int, device=loss.device)
+        return loss, num_tokens, metrics
 
     def _scale_router_losses(self, tokens: int) -> None:
-        """Coefficients per token of the mini-batch, as router.py takes them."""
+        """Set the coefficients per token of the mini-batch, see router_losses.py."""
         policy = self.config.policy
         self._megatron.moe_aux_loss_coeff = policy.moe_aux_loss_coef / tokens
         self._megatron.moe_z_loss_coeff = policy.moe_z_loss_coef / tokens
 
     def _agreement(self) -> dict[str, float]:
-        """How often the live routers would have chosen the replayed experts; raises where it cannot be so seldom."""
-        same, recorded = routing_replay.agreement(
-            [layer for layers in self.replays for layer in layers]
-        )
+        """The fraction of replayed choices that the live routers make too.
+
+        Raises below `routing_replay.min_agreement`.
+        """
+        agreed, recorded = routing_replay.agreement(self._all_layer_replays())
         if not recorded:
             return {}
-        floor = self.config.routing_replay.min_agreement
-        if same < floor * recorded:
-            raise routing_replay.ReplayError(
-                f"the live routers agree with {same / recorded:.1%} of the recorded experts, less than "
-                f"routing_replay.min_agreement = {floor}: the routes do not belong to these tokens or these weights"
+        fraction = agreed / recorded
+        minimum = self.config.routing_replay.min_agreement
+        if agreed < minimum * recorded:
+            raise ReplayError(
+                f"the live routers agree with {fraction:.1%} of the recorded routing, less than "
+                f"routing_replay.min_agreement = {minimum}: it was recorded for other tokens or "
+                "other weights"
             )
-        return {"routing_replay/agreement": same / recorded}
+        return {"routing_replay/agreement": fraction}
 
-    def _not_finite(self, micro_batches: list[MicroBatch], accounts: list[Account]) -> str | None:
-        """What keeps the step from being applied, the same text on every rank; None: nothing."""
+    def _find_nonfinite(
+        self, micro_batches: list[MicroBatch], loss_metrics: list[LossMetrics]
+    ) -> str | None:
+        """Why the optimizer step must be skipped, the same text on every rank; None: apply it."""
         self.optimizer.prepare_grads()
         norm = self.optimizer.get_grad_norm()
-        mine = _bad_rows(micro_batches, accounts) if parallel.place().tensor == 0 else []
-        trouble = torch.tensor(
-            float(bool(mine) or not math.isfinite(norm)), device=parallel.device()
-        )
-        dist.all_reduce(trouble)
-        if trouble.item() == 0:
+        own_losses = []
+        if parallel.place().tensor == 0:
+            own_losses = _nonfinite_losses(micro_batches, loss_metrics)
+        if not _any_rank(bool(own_losses) or not math.isfinite(norm)):
             return None
+        names = _of_all_ranks(own_losses or self._nonfinite_gradients())
         # Losses before gradients: they are the cause.
-        found = sorted(
-            _of_all_ranks(mine or self._bad_gradients()), key=lambda n: n.startswith("gradient")
-        )
-        return f"gradient norm {norm}; not finite: {_some_of(found)}"
+        names.sort(key=lambda name: name.startswith("gradient"))
+        return f"gradient norm {norm}; not finite: {_first_names(names)}"
 
-    def _bad_gradients(self) -> list[str]:
+    def _nonfinite_gradients(self) -> list[str]:
         named = [(n, p) for chunk in self.chunks for n, p in chunk.named_parameters()]
         return [f"gradient of {n}" for n, p in named if not p.main_grad.isfinite().all()]
 
     def _check_weights(self, after: str) -> None:
-        """Raise on every rank if a weight of any rank is not finite: such a policy is neither used nor saved."""
-        bad = self._bad_weights()
-        trouble = torch.tensor(float(bool(bad)), device=parallel.device())
-        dist.all_reduce(trouble)
-        if trouble.item() > 0:
+        """Raise on every rank if any rank has a weight that is not finite."""
+        names = self._nonfinite_weights()
+        if _any_rank(bool(names)):
             raise TrainingError(
-                f"after {after} weights are not finite: {_some_of(_of_all_ranks(bad))}; lower "
-                f"optimizer.lr = {self.config.optimizer.lr:g}"
+                f"after {after} weights are not finite: {_first_names(_of_all_ranks(names))}; "
+                f"lower optimizer.lr = {self.config.optimizer.lr:g}"
             )
 
-    def _bad_weights(self) -> list[str]:
-        """This rank's, by their names in the whole model. A norm is finite if all elements are, and needs no copy."""
+    def _nonfinite_weights(self) -> list[str]:
+        """This rank's, by their names in the whole model."""
         named = [
             (chunk, name, p.detach())
             for chunk in self.chunks
             for name, p in chunk.named_parameters()
         ]
+        # The infinity norm is finite iff all elements are, and needs no copy.
         largest = torch.stack([torch.linalg.vector_norm(p, math.inf).float() for _, _, p in named])
         finite = largest.isfinite().tolist()
         return [
             global_name(name, chunk, self.arch)
-            for (chunk, name, _), ok in zip(named, finite)
-            if not ok
+            for (chunk, name, _), is_finite in zip(named, finite)
+            if not is_finite
         ]
 
     def _parameters(self) -> list[Tensor]:
         return [p for chunk in self.chunks for p in chunk.parameters()]
 
     @contextmanager
-    def _weights(self, weights: list[Tensor]) -> Iterator[None]:
-        """Other weights in the place of the policy's own, which come back at the end."""
+    def _swapped_weights(self, weights: list[Tensor]) -> Iterator[None]:
+        """Replace the policy's weights, and restore them at the end."""
         parameters = self._parameters()
         with torch.no_grad():
             own = [p.detach().clone() for p in parameters]
@@ -294,13 +308,13 @@ class PolicyWorker:
                 for p, w in zip(parameters, own):
                     p.copy_(w)
 
-    # ------------------------------------------------------------ taking turns on a GPU
+    # ------------------------------------------------------------ colocated engines
 
     def offload(self) -> None:
-        """The weights stay on the device; gradients are given up, Adam's state waits in CPU memory.
+        """Free the gradients, move Adam's state to CPU memory; the weights stay.
 
-        With `optimizer.cpu_offload_fraction` a part of Adam's state is there always, and the rest does not move: Megatron
-        would bring back all of it, and would tear the weights, which its hybrid optimizer works on, from their buffer.
+        With `optimizer.cpu_offload_fraction` Adam's state does not move: Megatron would onload all
+        of it, and would detach the hybrid optimizer's weights from their buffer.
         """
         for chunk in self.chunks:
             chunk.offload_grad_buffers()
@@ -308,6 +322,7 @@ class PolicyWorker:
             self.optimizer.offload_to_cpu()
 
     def onload(self) -> None:
+        """Allocate the gradients, move Adam's state back."""
         for chunk in self.chunks:
             chunk.restore_grad_buffers()
         if self.config.optimizer.cpu_offload_fraction == 0:
@@ -316,8 +331,8 @@ class PolicyWorker:
     # ------------------------------------------------------------ disk
 
     def save(self, root: str | Path, loop: LoopState) -> None:
-        """Write `root/step_N`; with `saver.asynchronous` the files are written while training goes on."""
-        self._check_weights(f"step {loop.step}, which was to be saved,")
+        """Write `root/step_N`; with `checkpoint.asynchronous` in the background."""
+        self._check_weights(f"training step {loop.step}, before saving,")
         settings = self.config.checkpoint
         self._saver.save(root, self, loop, keep=settings.keep, in_background=settings.asynchronous)
 
@@ -328,11 +343,11 @@ class PolicyWorker:
         self._saver.finish()
 
     def load(self, folder: str | Path) -> None:
-        """Continue from a checkpoint, of whatever layout."""
+        """Load a checkpoint of any parallel layout."""
         saver.load(folder, self)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model under its HF name, on rank 0; all ranks must run through it."""
+        """Every tensor of the model under its HF name, on rank 0; all ranks must exhaust it."""
         return export_hf(self.chunks, self.arch)
 
     def export(self, destination: str | Path, shard_bytes: int = 5 * 10**9) -> None:
@@ -342,55 +357,62 @@ class PolicyWorker:
             for _ in self.hf_tensors():
                 pass
         else:
-            with written_beside(destination) as folder:
+            with written_atomically(destination) as folder:
                 copy_companions(self.config.model.path, folder)
                 write_shards(folder, self.hf_tensors(), shard_bytes)
         dist.barrier()
 
 
 def _finalize_sums(model, num_tokens=None, **kwargs) -> None:
-    """Losses come weighted: Megatron's division by a token count must not happen."""
+    """Without Megatron's division by a token count: the losses are already weighted."""
     finalize_model_grads(model, None, **kwargs)
 
 
-def _metrics(accounts: list[Account]) -> dict[str, float]:
+def _reduce_metrics(loss_metrics: list[LossMetrics]) -> dict[str, float]:
     """Of the whole mini-batch, on every rank."""
     place = parallel.place()
-    counts = (
-        place.tensor == place.context == 0
-    )  # the other ranks of these groups have the same ones
     device = parallel.device()
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
     maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
-    for account in accounts if counts else []:
-        sums += account.sums
-        maxima = torch.maximum(maxima, account.maxima)
+    # Tensor- and context-parallel ranks have the same metrics: the first of each group counts.
+    if place.tensor == place.context == 0:
+        for metrics in loss_metrics:
+            sums += metrics.sums
+            maxima = torch.maximum(maxima, metrics.maxima)
     dist.all_reduce(sums)
     dist.all_reduce(maxima, dist.ReduceOp.MAX)
     return means(dict(zip(SUMS, sums.tolist())), dict(zip(MAXIMA, maxima.tolist())))
 
 
+def _any_rank(condition: bool) -> bool:
+    count = torch.tensor(float(condition), device=parallel.device())
+    dist.all_reduce(count)
+    return count.item() > 0
+
+
 def _of_all_ranks(names: list[str]) -> list[str]:
-    """Each once."""
-    lists: list = [None] * parallel.place().world
-    dist.all_gather_object(lists, names)
-    return list(dict.fromkeys(name for names in lists for name in names))
+    """The distinct names."""
+    by_rank: list = [None] * parallel.place().world
+    dist.all_gather_object(by_rank, names)
+    return list(dict.fromkeys(name for rank_names in by_rank for name in rank_names))
 
 
-def _some_of(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return "; ".join(names[:5]) + more
 
 
-def _bad_rows(micro_batches: list[MicroBatch], accounts: list[Account]) -> list[str]:
-    """The steps whose loss is not a finite number."""
-    found = []
-    for micro_batch, account in zip(micro_batches, accounts):
-        bad = account.bad.cpu().numpy()
-        if bad.any():
-            table = micro_batch.trie.loss.take(bad)
-            found += [
-                f"loss of group {g}, trajectory {t}, step {s}"
-                for g, t, s in zip(table.group, table.trajectory, table.step)
+def _nonfinite_losses(
+    micro_batches: list[MicroBatch], loss_metrics: list[LossMetrics]
+) -> list[str]:
+    """The steps whose loss is not finite."""
+    names = []
+    for micro_batch, metrics in zip(micro_batches, loss_metrics):
+        nonfinite = metrics.nonfinite.cpu().numpy()
+        if nonfinite.any():
+            table = micro_batch.trie.loss.take(nonfinite)
+            names += [
+                f"loss of group {group}, trajectory {trajectory}, step {step}"
+                for group, trajectory, step in zip(table.group, table.trajectory, table.step)
             ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(names))

@@ -1,30 +1,36 @@
-"""One episode: an environment and `generate` make a Trajectory.
+"""One episode: an environment and `generate` produce a Trajectory.
 
     messages ← env.start()
     for each turn:
-        render; too long a prompt ends the episode here
-        generate → a Step: the prompt's ids, the sampled ids, nothing else
+        render the prompt; an over-long one ends the episode
+        generate → a Step: the prompt's ids and the sampled ids
         observation, reward ← env.step(text of the response)
 
-What can end it, as `Trajectory.stop_reason`:
+How an episode ends, as `Trajectory.stop_reason` (StopReason):
 
-    done           the environment said so
-    max_turns      rollout.max_turns model calls were made
-    context        the next prompt would exceed rollout.max_prompt_tokens; the last step's finish is `context`
-    first_prompt   the very first one does; there is no step
-    env_error      the environment raised or returned garbage      ┐ the last step's finish is `error`,
-    env_timeout    it took longer than rollout.env_timeout_s       │ the reason is in env_metrics["error"];
-    engine_error   `generate` raised                               ┘ without a step if it was the first thing to happen
-    abort          the engine gave the request up; what it had sampled is kept
+    DONE           the environment returned done
+    MAX_TURNS      rollout.max_turns model calls were made
+    CONTEXT        the next prompt would exceed rollout.max_prompt_tokens; the last step's finish
+                   is FinishReason.CONTEXT
+    FIRST_PROMPT   the first prompt exceeds it; the trajectory has no steps
+    ENV_ERROR      the environment raised or returned an invalid value
+    ENV_TIMEOUT    the environment took longer than rollout.env_timeout_s
+    ENGINE_ERROR   `generate` raised
+    ABORT          the engine aborted the request; the sampled tokens are kept
+
+After ENV_ERROR, ENV_TIMEOUT and ENGINE_ERROR env_metrics["error"] holds the reason, and the last
+step's finish is FinishReason.ERROR; there is no step if the failure came before the first one.
 
 Invariants, held by the tests:
-    a prompt has at most max_prompt_tokens, a response at most max_response_tokens with the appended token;
-    a response ends with an end-of-turn token, unless it was aborted: one that was cut off gets it appended, untrained;
-    an observation is in the next step's prompt and in no response; one longer than max_observation_chars is an error;
-    an environment that does not end when it is cancelled is left behind: its episode ends, the task is waited for by
-    nobody;
-    experts are asked for from the first token on that no earlier step of the trajectory has recorded; after a weight
-    sync from 0 on, since other weights choose other experts.
+    A prompt has at most max_prompt_tokens, a response at most max_response_tokens including an
+    appended token.
+    A response ends with an end-of-turn token unless it was aborted; a truncated response gets one
+    appended, outside the loss mask.
+    An observation is in the next step's prompt and in no response; one longer than
+    max_observation_chars is an error.
+    An environment that ignores its cancellation is abandoned: its episode ends without it.
+    Routing is requested from the first token that no earlier step of the trajectory has recorded;
+    after a weight sync from token 0, since new weights route differently.
 """
 
 import asyncio
@@ -35,15 +41,23 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megastep.config import RolloutConfig
-from megastep.rollout.env import Env, Message, Outcome, answer, checked_outcome, checked_start, told
+from megastep.rollout.env import (
+    Env,
+    Message,
+    Outcome,
+    call_method,
+    checked_outcome,
+    checked_start,
+)
 from megastep.rollout.generation import Generate, Generation, Sampling
 from megastep.rollout.renderer import Renderer
-from megastep.rollout.watch import STRETCH_S, LoopWatch, open_stretch, timed, warn
+from megastep.rollout.watch import BLOCKED_S, LoopWatch, timed, warn, watched
 from megastep.samples.validation import recorded_tokens
-from megastep.types import Step, Trajectory
+from megastep.text import describe
+from megastep.types import FinishReason, Step, StopReason, Trajectory
 
 CLOSE_TIMEOUT_S = 10.0
-CANCEL_TIMEOUT_S = 5.0  # for an environment to end after it was cancelled
+CANCEL_TIMEOUT_S = 5.0  # for an environment to end after its cancellation
 
 
 @dataclass(frozen=True)
@@ -56,90 +70,102 @@ class Limits:
 
 
 class _Stop(Exception):
-    """Ends the episode; `error` is what went wrong, where something did."""
+    """Ends the episode; `error` describes a failure."""
 
-    def __init__(self, reason: str, finish: str | None = None, error: str | None = None):
+    def __init__(
+        self, reason: StopReason, finish: FinishReason | None = None, error: str | None = None
+    ):
         super().__init__(reason)
-        self.reason, self.finish, self.error = reason, finish, error
+        self.reason = reason
+        self.finish = finish
+        self.error = error
+
+
+def _failure(reason: StopReason, error: str) -> _Stop:
+    return _Stop(reason, FinishReason.ERROR, error)
 
 
 class _Late(Exception):
-    """An environment took longer than it may."""
+    """An environment exceeded its time limit."""
 
 
 @dataclass
 class Agent:
-    """Plays episodes; holds nothing of any of them."""
+    """Runs episodes; stateless across them."""
 
     generate: Generate
     renderer: Renderer
     limits: Limits
-    sampling: Sampling  # max_tokens, seed and stop_token_ids are filled in here
+    sampling: Sampling  # max_tokens, seed and stop_token_ids are set per call
     seed: int | str = 0
     watch: LoopWatch = field(default_factory=LoopWatch)
 
-    async def play(
+    async def run_episode(
         self, make_env: Callable[[], Env], group_id: int, index: int, session: str
     ) -> Trajectory:
-        """Never raises because of the environment or the engine; cancellation passes through, the episode closed."""
+        """Never raises for a failing environment or engine. Cancellation closes the environment."""
         episode = _Episode(self, make_env, group_id, index, session)
-        task = asyncio.create_task(episode.whole())
+        task = asyncio.create_task(episode.run_and_close())
         try:
             await asyncio.wait([task, episode.late], return_when=asyncio.FIRST_COMPLETED)
-            await _leave_behind_unless_it_ends(task, episode)
+            await _wait_or_abandon(task, episode)
         except asyncio.CancelledError:
             task.cancel()
-            await _leave_behind_unless_it_ends(task, episode)
+            await _wait_or_abandon(task, episode)
             raise
-        if task.cancelled():  # by nobody here
-            return episode.trajectory(_Stop("env_error", "error", "it cancelled its own task"))
+        if task.cancelled():  # by the environment: a cancelled caller has returned above
+            return episode.trajectory(_failure(StopReason.ENV_ERROR, "it cancelled its own task"))
         if task.done():
             return task.result()
-        return episode.trajectory(
-            episode.stop or _Stop("env_timeout", "error", "it went on after it was cancelled")
-        )
+        ignored = _failure(StopReason.ENV_TIMEOUT, "it ignored its cancellation")
+        return episode.trajectory(episode.stop or ignored)
 
 
-async def _leave_behind_unless_it_ends(task: asyncio.Task, episode: "_Episode") -> None:
-    """Of an episode that was cancelled, or whose environment was because it was late."""
-    if task.done() or (await asyncio.wait([task], timeout=CANCEL_TIMEOUT_S + CLOSE_TIMEOUT_S))[0]:
+async def _wait_or_abandon(task: asyncio.Task, episode: "_Episode") -> None:
+    """Wait for an episode that was cancelled, or whose environment was; abandon it if it hangs."""
+    if task.done():
         return
-    task.cancel()  # whenever it comes back, it goes no further
-    asyncio._unregister_task(task)  # or whoever closes the loop would wait for it
-    _left_behind.add(task)
-    task.add_done_callback(_left_behind.discard)
+    done, _ = await asyncio.wait([task], timeout=CANCEL_TIMEOUT_S + CLOSE_TIMEOUT_S)
+    if done:
+        return
+    task.cancel()  # should it ever resume
+    asyncio._unregister_task(task)  # closing the loop would wait for it
+    _abandoned.add(task)
+    task.add_done_callback(_abandoned.discard)
     warn(
-        f"environment {episode.env_name()}: went on after it was cancelled, and is left behind; it must not catch "
-        "asyncio.CancelledError without raising it again"
+        f"environment {episode.env_name()}: ignored its cancellation and is abandoned; it must not "
+        "catch asyncio.CancelledError without raising it again"
     )
 
 
-_left_behind: set[asyncio.Task] = set()  # the event loop itself holds tasks weakly
+_abandoned: set[asyncio.Task] = set()  # the event loop holds tasks by weak references
 
 
 class _Episode:
     def __init__(
         self, agent: Agent, make_env: Callable[[], Env], group_id: int, index: int, session: str
     ):
-        self.agent, self.make_env = agent, make_env
-        self.group_id, self.index, self.session = group_id, index, session
+        self.agent = agent
+        self.make_env = make_env
+        self.group_id = group_id
+        self.index = index
+        self.session = session
         self.env: Env | None = None
         self.steps: list[Step] = []
         self.recorded = Recorded()
         self.metrics: dict = {}
-        self.stop: _Stop | None = None  # once it is over but for closing
-        self.late = (
-            asyncio.get_running_loop().create_future()
-        )  # has a result once the environment was late
-        self.blocked_s = 0.0  # for which the environment held the event loop
+        self.stop: _Stop | None = None  # set before the environment is closed
+        self.late: asyncio.Future = asyncio.get_running_loop().create_future()  # done: env timeout
+        self.blocked_s = 0.0  # time the environment blocked the event loop
 
-    async def whole(self) -> Trajectory:
+    async def run_and_close(self) -> Trajectory:
         try:
             await self.run()
         except _Stop as stop:
             self.stop = stop
         finally:
             await self.close()
+        assert self.stop is not None  # run() never returns
         return self.trajectory(self.stop)
 
     async def run(self) -> None:
@@ -149,91 +175,98 @@ class _Episode:
         state = None
         while True:
             if len(history.prompt_ids) > limits.max_prompt_tokens:
-                raise _Stop("context", "context") if self.steps else _Stop("first_prompt")
+                if not self.steps:
+                    raise _Stop(StopReason.FIRST_PROMPT)
+                raise _Stop(StopReason.CONTEXT, FinishReason.CONTEXT)
             step = await self.call_model(history.prompt_ids)
             step.state = state
             self.steps.append(step)
-            if step.finish == "abort":
-                raise _Stop("abort")
+            if step.finish == FinishReason.ABORT:
+                raise _Stop(StopReason.ABORT)
             outcome = await self.call_env(self.step, step.response_ids)
-            step.reward, state = outcome.reward, outcome.state
+            step.reward = outcome.reward
+            state = outcome.state
             self.metrics |= outcome.metrics
             if outcome.done:
-                raise _Stop("done")
+                raise _Stop(StopReason.DONE)
             if len(self.steps) == limits.max_turns:
-                raise _Stop("max_turns")
+                raise _Stop(StopReason.MAX_TURNS)
             self.render(history.extend, step.response_ids, outcome.observation)
 
     async def start(self) -> list[Message]:
         self.env = self.make_env()
-        return checked_start(
-            await answer(self.env, "start"), self.agent.limits.max_observation_chars
-        )
+        messages = await call_method(self.env, "start")
+        return checked_start(messages, self.agent.limits.max_observation_chars)
 
     async def step(self, response_ids: np.ndarray) -> Outcome:
-        made = await answer(self.env, "step", self.agent.renderer.text(response_ids), response_ids)
-        return checked_outcome(made, self.agent.limits.max_observation_chars)
+        assert self.env is not None
+        text = self.agent.renderer.text(response_ids)
+        outcome = await call_method(self.env, "step", text, response_ids)
+        return checked_outcome(outcome, self.agent.limits.max_observation_chars)
 
     async def call_env(self, method: Callable, *arguments):
-        """Whatever an environment does, it does to its own trajectory only."""
+        """A failing environment ends its own trajectory only."""
         try:
             return await self.limited(self.agent.limits.env_timeout_s, method, *arguments)
         except _Late as late:
-            raise _Stop("env_timeout", "error", str(late)) from None
+            raise _failure(StopReason.ENV_TIMEOUT, str(late)) from None
         except (Exception, asyncio.CancelledError, SystemExit) as error:
-            _check_own_cancellation(error)
-            raise _Stop("env_error", "error", told(error)) from None
+            _reraise_own_cancellation(error)
+            raise _failure(StopReason.ENV_ERROR, describe(error)) from None
 
-    async def limited(self, seconds: float, method: Callable, *arguments):
-        """The result of a method; _Late after some time, cancelled or not."""
-        alarm = asyncio.get_running_loop().call_later(
-            seconds, lambda: self.late.done() or self.late.set_result(None)
-        )
+    async def limited(self, timeout_s: float, method: Callable, *arguments):
+        """Await a method; _Late after `timeout_s`, even if it swallows its cancellation."""
+        name = method.__name__
+
+        def set_late() -> None:
+            if not self.late.done():
+                self.late.set_result(None)
+
+        alarm = asyncio.get_running_loop().call_later(timeout_s, set_late)
         try:
-            async with asyncio.timeout(seconds) as clock:
-                name = method.__name__
-                made = await timed(
-                    method(*arguments), lambda: self.who(name), lambda s: self.watched(name, s)
+            async with asyncio.timeout(timeout_s) as clock:
+                result = await timed(
+                    method(*arguments),
+                    lambda: self.describe_call(name),
+                    lambda interval_s: self.add_interval(name, interval_s),
                 )
         except (Exception, asyncio.CancelledError):
             if not clock.expired():
                 raise
         finally:
             alarm.cancel()
-        if asyncio.current_task().cancelling():  # and the environment kept it to itself
+        if _is_cancelling():  # the environment swallowed the exception
             raise asyncio.CancelledError
         if clock.expired():
-            raise _Late(f"no answer within {seconds:g} s")
-        return made
+            raise _Late(f"no answer within {timeout_s:g} s")
+        return result
 
-    def watched(self, method: str, stretch_s: float) -> None:
-        self.agent.watch.add(self.env_name(), method, stretch_s)
-        if stretch_s >= STRETCH_S:
-            self.blocked_s += stretch_s
+    def add_interval(self, method: str, interval_s: float) -> None:
+        self.agent.watch.add(self.env_name(), method, interval_s)
+        if interval_s >= BLOCKED_S:
+            self.blocked_s += interval_s
 
-    def who(self, method: str) -> str:
-        return (
-            "the environment's __init__"
-            if self.env is None
-            else f"environment {self.env_name()}: {method}()"
-        )
+    def describe_call(self, method: str) -> str:
+        if self.env is None:
+            return "the environment's __init__"
+        return f"environment {self.env_name()}: {method}()"
 
     def env_name(self) -> str:
-        return "that could not be made" if self.env is None else type(self.env).__name__
+        return "(not constructed)" if self.env is None else type(self.env).__name__
 
     def render(self, method: Callable, *arguments):
-        """What cannot be rendered or encoded is the environment's: it said it."""
+        """Messages that cannot be rendered or encoded are an error of the environment."""
         try:
-            with open_stretch(
+            with watched(
                 lambda: f"environment {self.env_name()}: the chat template, on its messages,"
             ):
                 return method(*arguments)
         except Exception as error:
-            raise _Stop("env_error", "error", told(error)) from None
+            raise _failure(StopReason.ENV_ERROR, describe(error)) from None
 
     async def call_model(self, prompt_ids: np.ndarray) -> Step:
         agent = self.agent
-        # One token is kept back: a response that is cut off gets its end-of-turn token appended.
+        # One token less: a truncated response gets an end-of-turn token appended.
         sampling = replace(
             agent.sampling,
             max_tokens=agent.limits.max_response_tokens - 1,
@@ -241,7 +274,7 @@ class _Episode:
             seed=call_seed(agent.seed, self.group_id, self.index, len(self.steps)),
         )
         try:
-            made = await agent.generate(
+            generation = await agent.generate(
                 prompt_ids,
                 sampling,
                 session=self.session,
@@ -249,10 +282,10 @@ class _Episode:
                 routing_version=self.recorded.version,
             )
         except (Exception, asyncio.CancelledError) as error:
-            _check_own_cancellation(error)
-            raise _Stop("engine_error", "error", told(error)) from None
-        step = make_step(len(self.steps), prompt_ids, made, agent.renderer)
-        self.recorded.add(step, made)
+            _reraise_own_cancellation(error)
+            raise _failure(StopReason.ENGINE_ERROR, describe(error)) from None
+        step = make_step(len(self.steps), prompt_ids, generation, agent.renderer)
+        self.recorded.add(step, generation)
         return step
 
     def trajectory(self, stop: _Stop) -> Trajectory:
@@ -266,77 +299,88 @@ class _Episode:
         return Trajectory(self.group_id, self.index, self.steps, stop.reason, self.metrics)
 
     async def close(self) -> None:
-        async def close() -> None:
-            await answer(self.env, "close")
-
-        if self.env is None:
+        env = self.env
+        if env is None:
             return
+
+        async def close() -> None:
+            await call_method(env, "close")
+
         try:
             await self.limited(CLOSE_TIMEOUT_S, close)
-        except (
-            Exception,
-            asyncio.CancelledError,
-            SystemExit,
-        ) as error:  # the episode is over: what it gave stands
-            _check_own_cancellation(error)
-            self.metrics.setdefault("error", f"close: {told(error)}")
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
+            # The episode is over: its stop reason and rewards stand.
+            _reraise_own_cancellation(error)
+            self.metrics.setdefault("error", f"close: {describe(error)}")
 
 
-def make_step(index: int, prompt_ids: np.ndarray, made: Generation, renderer: Renderer) -> Step:
-    """A generation as a step, closed by an untrained end-of-turn token if it was cut off."""
-    ids, logprobs, versions = made.ids, made.logprobs, made.versions
-    trained = np.ones(len(ids), bool)
-    if made.finish != "abort" and not (len(ids) and ids[-1] in renderer.stop_ids):
+def make_step(
+    index: int, prompt_ids: np.ndarray, generation: Generation, renderer: Renderer
+) -> Step:
+    """A generation as a step; a truncated one gets an end-of-turn token outside the loss mask."""
+    ids = generation.ids  # [R] i32
+    logprobs = generation.logprobs  # [R] f32
+    versions = generation.versions  # [V, 2] i32
+    loss_mask = np.ones(len(ids), bool)  # [R]
+    is_complete = len(ids) > 0 and ids[-1] in renderer.stop_ids
+    if generation.finish != FinishReason.ABORT and not is_complete:
         ids = np.append(ids, np.int32(renderer.end_id))
         logprobs = np.append(logprobs, np.float32(0))
-        trained = np.append(trained, False)
+        loss_mask = np.append(loss_mask, False)
         versions = versions.copy() if len(versions) else np.array([[0, 0]], np.int32)
-        versions[-1, 1] += 1  # counted with the last sampled one
+        versions[-1, 1] += 1  # counted with the last sampled token
     return Step(
         index=index,
         last=False,
         prompt_ids=prompt_ids,
         response_ids=ids,
-        loss_mask=trained,
+        loss_mask=loss_mask,
         logprobs=logprobs,
         versions=versions,
-        finish=made.finish,
-        routing=made.routing,
-        routing_start=made.routing_start,
+        finish=generation.finish,
+        routing=generation.routing,
+        routing_start=generation.routing_start,
     )
 
 
 @dataclass
 class Recorded:
-    """The steps of a trajectory whose experts a next call need not record again: all of one weight version."""
+    """Steps of a trajectory whose routing the next call need not record again, all of one weight
+    version."""
 
     version: int | None = None
     steps: list[Step] = field(default_factory=list)
 
     def tokens(self, prompt_ids: np.ndarray) -> int:
-        """How many leading tokens of a prompt these steps have recorded. Its last token is always computed."""
+        """Number of leading prompt tokens with recorded routing, without the last prompt token,
+        which the engine always computes."""
         return recorded_tokens(self.steps, prompt_ids, len(prompt_ids) - 1)
 
-    def add(self, step: Step, made: Generation) -> None:
-        """A call that met a weight sync, before its first token or later, has experts of two versions: a next call
-        records all of its own."""
-        versions = set(made.versions[:, 0].tolist())
-        same = versions == {self.version}
-        begins = len(versions) == 1 and step.routing_start == 0
-        if not same:
+    def add(self, step: Step, generation: Generation) -> None:
+        """A call that a weight sync interrupted, before its first token or later, has routing of
+        two versions: the next call records from token 0."""
+        versions = set(generation.versions[:, 0].tolist())
+        same_version = versions == {self.version}
+        starts_version = len(versions) == 1 and step.routing_start == 0
+        if not same_version:
             self.steps = []
-            self.version = versions.pop() if begins else None
-        if same or begins:
+            self.version = versions.pop() if starts_version else None
+        if same_version or starts_version:
             self.steps.append(step)
 
 
 def call_seed(seed: int | str, group_id: int, index: int, turn: int) -> int:
-    """The same number for the same call of the same run, and no relation between different ones."""
+    """A hash of the call's identity: reproducible, and independent between calls."""
     digest = hashlib.blake2b(f"{seed}/{group_id}/{index}/{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2  # fits an int64 everywhere
+    return int.from_bytes(digest, "little") >> 2  # fits an int64
 
 
-def _check_own_cancellation(error: BaseException) -> None:
-    """Passes on what cancels the episode; one that leaks out of somebody's client is a failure like others."""
-    if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+def _reraise_own_cancellation(error: BaseException) -> None:
+    """Raise `error` if it cancels the episode; one that leaks from a client is a failure."""
+    if isinstance(error, asyncio.CancelledError) and _is_cancelling():
         raise error
+
+
+def _is_cancelling() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,11 +1,12 @@
-"""One vLLM engine, as a Ray actor. The only module that knows how vLLM is asked; `fleet.py` has many of these.
+"""One vLLM engine as a Ray actor, and all calls of vLLM's API; `fleet.py` manages many engines.
 
-An engine answers one `generate` per model call and keeps, for each call in flight, which policy version sampled which
-tokens. Around a push it is paused: running calls freeze, their cached keys and those of all prefixes are dropped, and
-when it resumes they are computed anew, so that no token is ever sampled from the keys of another version. Experts are
-recorded when a token is first computed: those of a call that is frozen after its prompt was read stay as they are.
+An engine answers one `generate` per model call and records, for each call in flight, which weight
+version sampled which tokens. During a weight sync it is paused: running calls freeze, the KV cache
+and all cached prefixes are dropped, and both are recomputed when it resumes, so that no token is
+sampled from keys of another version. Routing is recorded when a token is first computed: a call
+frozen after its prefill keeps the routing of its prompt.
 
-vLLM and torch are imported when the actor starts, after the environment they read is set.
+vLLM and torch are imported when the actor starts, after their environment variables are set.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,27 +30,27 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine needs to know beyond the configuration."""
+    """Settings of an engine beyond the configuration."""
 
     index: int
     backend: str  # of the weight transfer: shm | nccl | ipc
     has_gpu: bool
-    gpu_ids: tuple[str, ...] | None  # GPUs shared with policy ranks; None: those that Ray assigns
-    own_weights: bool  # from model.path; else they come with the first push
+    gpu_ids: tuple[str, ...] | None  # GPUs shared with policy ranks; None: assigned by Ray
+    own_weights: bool  # from model.path; else from the first weight sync
     folder: str  # working directory
-    log: str | None  # file for what vLLM says
+    log: str | None  # file for vLLM's output
 
 
 @dataclass(eq=False)
 class Running:
     """A call in flight."""
 
-    runs: list[list[int]]  # [version, tokens sampled before it took over]
-    request_id: str | None = None  # vLLM's, once it has it
+    runs: list[list[int]]  # [weight version, tokens sampled before it]
+    request_id: str | None = None  # vLLM's, once assigned
 
 
-def ends_without_core(method):
-    """An actor whose vLLM has died ends too, whatever it was asked: that is what others look for."""
+def exit_when_dead(method):
+    """Exit the actor when its vLLM engine dies, so that Ray reports it."""
 
     @functools.wraps(method)
     async def call(self, *arguments, **named):
@@ -63,14 +65,15 @@ def ends_without_core(method):
 
 
 class Engine:
-    """The methods are awaited one by one or together; the actor runs them in one event loop."""
+    """An async actor: all methods run in one event loop."""
 
     def __init__(self, config: Config, setup: Setup):
-        self.config, self.setup = config, setup
+        self.config = config
+        self.setup = setup
         self.version = 0
         self.running: set[Running] = set()
-        self.takes_calls = asyncio.Event()  # not while it is paused
-        self.takes_calls.set()
+        self.accepts_calls = asyncio.Event()  # cleared while paused
+        self.accepts_calls.set()
         os.chdir(setup.folder)
         if setup.log:
             send_output_to(Path(setup.log))
@@ -82,17 +85,17 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(self.config, self.setup)))
-        _forget_shared_memory_names()
+        _unlink_shared_memory()
         return os.getpid()
 
-    @ends_without_core
+    @exit_when_dead
     async def check(self) -> None:
-        """Returns if the engine is well."""
+        """Health check."""
         await self.llm.check_health()
 
     # ------------------------------------------------------------ generation
 
-    @ends_without_core
+    @exit_when_dead
     async def generate(
         self,
         prompt_ids: np.ndarray,
@@ -101,23 +104,22 @@ class Engine:
         routing_start: int,
         routing_version: int | None = None,
     ) -> Generation:
-        await self.takes_calls.wait()  # the version it will be computed with is known afterwards
+        await self.accepts_calls.wait()  # self.version is final only after that
         if routing_version not in (None, self.version):
             routing_start = 0
         call = Running(runs=[[self.version, 0]])
         self.running.add(call)
         try:
-            output = await self._answer(
-                call, prompt_ids, _sampling_params(sampling, routing_start), name
-            )
-        except ValueError as error:  # vLLM's own class would make the caller import vLLM
+            params = _sampling_params(sampling, routing_start)
+            output = await self._output(call, prompt_ids, params, name)
+        except ValueError as error:  # unpickling vLLM's own class would import vLLM
             raise ValueError(str(error)) from None
         finally:
             self.running.remove(call)
         return _generation(output, call, routing_start)
 
-    async def _answer(self, call: Running, prompt_ids: np.ndarray, params, name: str):
-        """As `AsyncLLM.generate`, but saying under which id vLLM has the request."""
+    async def _output(self, call: Running, prompt_ids: np.ndarray, params, name: str):
+        """As `AsyncLLM.generate`, but records vLLM's request id."""
         prompt = {"prompt_token_ids": prompt_ids.tolist()}
         queue = await self.llm.add_request(name, prompt, params)
         call.request_id = queue.request_id
@@ -128,7 +130,7 @@ class Engine:
             raise
 
     def _tokens_so_far(self, call: Running) -> int | None:
-        """None: the call has all of its tokens and is only to be returned."""
+        """None: generation has finished and the call is about to return."""
         if call.request_id is None:
             return 0
         state = self.llm.output_processor.request_states.get(call.request_id)
@@ -136,43 +138,43 @@ class Engine:
 
     # ------------------------------------------------------------ weights
 
-    @ends_without_core
+    @exit_when_dead
     async def pause(self, finish_calls: bool = False) -> None:
-        """Freeze the running calls, or let them finish, and forget all cached keys. New calls wait."""
-        self.takes_calls.clear()
+        """Freeze running calls, or let them finish, and drop the KV cache. New calls wait."""
+        self.accepts_calls.clear()
         await self.llm.pause_generation(mode="wait" if finish_calls else "keep", clear_cache=True)
         await self._read_all_outputs()
 
     async def _read_all_outputs(self) -> None:
-        """vLLM's answer to the pause may overtake the last tokens on their way through this process."""
+        """vLLM may acknowledge the pause before this process has handled the last tokens."""
         while not self.llm.engine_core.outputs_queue.empty():
             await asyncio.sleep(0)
-        # What was taken off the queue is looked at 128 calls at a time, with a break after each.
+        # vLLM processes the dequeued outputs in chunks of 128 calls and yields after each.
         for _ in range(2 + self.config.engine.max_sequences // 128):
             await asyncio.sleep(0)
 
-    @ends_without_core
+    @exit_when_dead
     async def resume(self) -> None:
         await self.llm.resume_generation()
-        self.takes_calls.set()
+        self.accepts_calls.set()
 
-    @ends_without_core
+    @exit_when_dead
     async def init_weight_transfer(self, info: dict) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(info))
 
-    @ends_without_core
+    @exit_when_dead
     async def start_weight_update(self) -> None:
         await self.llm.start_weight_update()
 
-    @ends_without_core
+    @exit_when_dead
     async def update_weights(self, info: dict) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self.llm.update_weights(WeightTransferUpdateRequest(info))
 
-    @ends_without_core
+    @exit_when_dead
     async def finish_weight_update(self, version: int) -> None:
         await self.llm.finish_weight_update(weight_version=str(version))
         self.version = version
@@ -181,49 +183,52 @@ class Engine:
             if tokens is not None and call.runs[-1][0] != version:
                 call.runs.append([version, tokens])
 
-    @ends_without_core
+    @exit_when_dead
     async def received_checksums(self) -> list[dict[str, int]]:
-        """Of the last push, one table per worker; empty without `sync.verify`."""
+        """Of the last weight sync, one table per worker; empty without `sync.verify`."""
         return await self.llm.collective_rpc("received_checksums")
 
-    # ------------------------------------------------------------ taking turns on a GPU
+    # ------------------------------------------------------------ colocated with the policy
 
-    @ends_without_core
+    @exit_when_dead
     async def sleep(self) -> None:
-        """Give up a shared GPU's memory, weights included: a push comes before the next call. Running calls freeze."""
+        """Free a shared GPU's memory, weights included: a weight sync must precede the next call.
+        Running calls freeze."""
         if self.setup.gpu_ids is not None:
             await self.llm.sleep(level=2, mode="keep")
 
-    @ends_without_core
+    @exit_when_dead
     async def wake(self, what: str) -> None:
-        """`weights` before the push, `kv_cache` after it."""
+        """`weights` before the weight sync, `kv_cache` after it."""
         if self.setup.gpu_ids is not None:
             await self.llm.wake_up(tags=[what])
 
 
-def _forget_shared_memory_names() -> None:
-    """vLLM's processes talk through shared memory, and have all of it mapped by now. Without its names it goes when
-    they do; with them, it would stay after an engine that is killed."""
+def _unlink_shared_memory() -> None:
+    """Unlink the shared memory that vLLM's processes have mapped, so that the kernel frees it when
+    they end, even if they are killed."""
     import psutil
 
     for process in psutil.Process().children(recursive=True):
-        for path in {
-            mapped.path for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm/")
-        }:
-            Path(path).unlink(missing_ok=True)
+        paths = {mapped.path for mapped in process.memory_maps()}
+        for path in paths:
+            if path.startswith("/dev/shm/"):
+                Path(path).unlink(missing_ok=True)
 
 
 def _environment(config: Config, setup: Setup) -> dict[str, str]:
-    """What vLLM and torch read when they are imported."""
+    """Variables that vLLM and torch read when they are imported."""
     common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if setup.has_gpu:
-        shown = {} if setup.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(setup.gpu_ids)}
-        # The handles of shared GPU memory are tuples that vLLM's messages cannot spell.
-        return {**common, **shown, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        # vLLM's default serialization rejects CUDA IPC handles, which are tuples.
+        variables = {**common, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        if setup.gpu_ids is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(setup.gpu_ids)
+        return variables
     return {
         **common,
         "OMP_NUM_THREADS": "1",
-        # vLLM compiles a helper of its sampler at the first call, which takes a C++ compiler half a minute.
+        # vLLM would compile a sampler helper in C++ at the first call, for half a minute.
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # policy ranks use the same cores
         "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_gb),
@@ -232,17 +237,14 @@ def _environment(config: Config, setup: Setup) -> dict[str, str]:
 
 
 def _arguments(config: Config, setup: Setup) -> dict:
-    arch, engine = read_architecture(config.model.path), config.engine
+    arch = read_architecture(config.model.path)
+    engine = config.engine
     max_model_len = engine.max_model_len or arch.max_positions
-    # A prompt that is computed in parts makes vLLM rewind the random numbers of its call, which those of a CPU cannot.
-    batches = (
-        {}
-        if setup.has_gpu
-        else dict(
-            enable_chunked_prefill=False,
-            max_num_batched_tokens=max(max_model_len, _CPU_BATCH_TOKENS),
-        )
-    )
+    scheduling: dict[str, Any] = {}
+    if not setup.has_gpu:
+        # After a chunked prefill vLLM rewinds the call's generator, which CPU generators cannot do.
+        scheduling["enable_chunked_prefill"] = False
+        scheduling["max_num_batched_tokens"] = max(max_model_len, _CPU_BATCH_TOKENS)
     return dict(
         model=config.model.path,
         skip_tokenizer_init=True,  # token ids in, token ids out
@@ -263,7 +265,7 @@ def _arguments(config: Config, setup: Setup) -> dict:
         worker_extension_cls="megastep.sync.receiver.WorkerExtension",
         additional_config={"sync_verify": config.sync.verify},
         disable_log_stats=True,
-        **batches,
+        **scheduling,
     )
 
 
@@ -278,8 +280,8 @@ def _sampling_params(sampling: Sampling, routing_start: int):
         top_k=sampling.top_k,
         seed=sampling.seed,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # what ends a response is in stop_token_ids
-        logprobs=0,  # of the sampled token alone
+        ignore_eos=True,  # stop_token_ids has every stop token
+        logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -287,25 +289,25 @@ def _sampling_params(sampling: Sampling, routing_start: int):
     )
 
 
-def _generation(answer, call: Running, routing_start: int) -> Generation:
-    output = answer.outputs[0]
-    ids = np.asarray(output.token_ids, np.int32)
-    routing = output.routed_experts
+def _generation(output, call: Running, routing_start: int) -> Generation:
+    completion = output.outputs[0]
+    ids = np.asarray(completion.token_ids, np.int32)  # [R]
+    routing = completion.routed_experts  # [n, L, K]
     if routing is not None and routing.dtype != np.uint8:
         routing = routing.astype(np.int16)
     return Generation(
         ids=ids,
-        logprobs=np.asarray(output.logprobs.logprobs, np.float32),
+        logprobs=np.asarray(completion.logprobs.logprobs, np.float32),  # [R]
         versions=run_lengths(call.runs, len(ids)),
-        finish=output.finish_reason,
+        finish=completion.finish_reason,
         routing=routing,
         routing_start=routing_start,
-        cached_tokens=answer.num_cached_tokens or 0,
+        cached_tokens=output.num_cached_tokens or 0,
     )
 
 
 def run_lengths(runs: list[list[int]], tokens: int) -> np.ndarray:
-    """[version, tokens before it] in order → rows (version, tokens), without empty ones.
+    """[V, 2] i32: [version, tokens before it] in order → (version, tokens), without empty rows.
 
     >>> run_lengths([[3, 0], [4, 5]], 8).tolist()
     [[3, 5], [4, 3]]

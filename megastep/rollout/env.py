@@ -1,20 +1,21 @@
-"""What an agent acts in: an environment plays one episode and is thrown away.
+"""Environments: one instance per episode.
 
     env = find_env("chase")(row, **options)     one row of the data set, `env.options` of the config
     messages = await env.start()                the first prompt, as chat messages
     observation, reward, done, metrics, state = await env.step(text, ids)
     ...
-    await env.close()                           always, whatever happened
+    await env.close()                           always, also after an error
 
-`env.name` in a config is a built-in name, the name of an entry point of the group `megastep.envs` in any installed
-package, or `module:Class` of anything importable; modules in the config's folder and in the working directory are. To
-write one, derive from `Env`:
+`env.name` in a config is a built-in name, the name of an entry point of the group `megastep.envs`
+in any installed package, or `module:Class` of anything importable. Modules in the config's folder
+and in the working directory are importable. To write an environment, derive from `Env`:
 
     class Echo(Env):
-        columns = {"word": str}                 what a row of the data set must have
+        columns = {"word": str}                 required columns of a row
 
         def __init__(self, row, *, polite=False):      keywords are the options
-            self.word, self.polite = row["word"], polite
+            self.word = row["word"]
+            self.polite = polite
 
         async def start(self):
             return [{"role": "user", "content": f"Say {self.word}."}]
@@ -22,7 +23,7 @@ write one, derive from `Env`:
         async def step(self, text, ids):
             return Outcome(reward=float(text.strip() == self.word), done=True)
 
-Blocking work belongs in a thread (`in_thread`): thousands of episodes share one event loop.
+Run blocking work in a thread (`in_thread`): thousands of episodes share one event loop.
 """
 
 import asyncio
@@ -32,7 +33,6 @@ import inspect
 import json
 import math
 import operator
-import reprlib
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -45,7 +45,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from megastep.errors import EnvError
-from megastep.redaction import hide
+from megastep.text import describe, one_line, shorten
 from megastep.types import Group
 
 ENTRY_POINTS = "megastep.envs"
@@ -57,33 +57,28 @@ BUILT_IN = {
     "skyrl": "megastep.envs.skyrl:SkyRL",
 }
 
-SIGNATURES = {
-    "start": "(self)",
-    "step": "(self, text, ids)",
-    "close": "(self)",
-}  # all of them async
-METRICS_CHARACTERS = 100_000  # of an outcome, as JSON
-STATES = range(-(2**63), 2**63)  # what the columns of a rollout file hold
+# The methods of an environment, all async.
+SIGNATURES = {"start": "(self)", "step": "(self, text, ids)", "close": "(self)"}
+MAX_METRICS_CHARS = 100_000  # per outcome, as JSON
+STATES = range(-(2**63), 2**63)  # int64, as in the columns of a rollout file
+MAX_NAME_CHARS = 80  # of env.name in an error message
 
-Message = dict[str, str]  # role, content; what a chat template takes
+Message = dict[str, str]  # role and content, as a chat template takes them
 
 
 class Outcome(NamedTuple):
-    """What a turn led to."""
+    """The result of one turn."""
 
-    observation: list[Message] = []  # into the next prompt
-    reward: float = 0.0  # of this turn; a trajectory's is the sum
+    observation: list[Message] = []  # appended to the next prompt
+    reward: float = 0.0  # of this turn; the trajectory's reward is the sum
     done: bool = False
-    metrics: dict[str, Any] = {}  # JSON values; a later turn replaces an earlier one's of that name
-    state: int | None = (
-        None  # names where the episode now stands, for estimators that compare such places
-    )
+    metrics: dict[str, Any] = {}  # JSON values; a later turn overwrites values of the same name
+    state: int | None = None  # id of the environment's state, for estimators that compare states
 
 
 class Env(ABC):
-    columns: ClassVar[
-        dict[str, type]
-    ] = {}  # of a row of the data set, with their types; a row may have more
+    # Required columns of a row and their types; a row may have more.
+    columns: ClassVar[dict[str, type]] = {}
 
     def __init__(self, row: dict[str, Any]):
         self.row = row
@@ -94,27 +89,27 @@ class Env(ABC):
 
     @abstractmethod
     async def step(self, text: str, ids: np.ndarray) -> Outcome:
-        """`text` is what the model said, thinking included, without the token that ended it; `ids` are its tokens."""
+        """`text`: the decoded response with thinking, without its stop token; `ids`: its tokens."""
 
-    async def close(self) -> None:
-        """Release what the episode held."""
+    async def close(self) -> None:  # noqa: B027  optional
+        """Release the episode's resources."""
 
     @classmethod
     def generate(cls, random: Random) -> dict[str, Any]:
-        """A row drawn at random, for environments that need no data set (`data.train: generated`)."""
+        """A random row, for environments without a data set (`data.train: generated`)."""
         raise EnvError(f"{cls.__name__} cannot generate episodes; give data.train a file")
 
     @classmethod
     def demonstrations(cls, count: int, seed: int, renderer: Any) -> list[Group]:
-        """Episodes of somebody who knows how, rendered by `renderer.Renderer`: what a warm start trains on."""
+        """Expert episodes for the warm start, rendered by a `renderer.Renderer`."""
         raise EnvError(f"{cls.__name__} has no demonstrations; write warm_start.trajectories: 0")
 
 
-# ---------------------------------------------------------------- finding
+# ---------------------------------------------------------------- loading
 
 
 def import_from(folders: Iterable[Path]) -> None:
-    """Makes modules in these folders importable. They come last: none can take the place of an installed one."""
+    """Append `folders` to sys.path: behind installed packages, so that they shadow none."""
     for folder in map(str, folders):
         if folder not in sys.path:
             sys.path.append(folder)
@@ -139,66 +134,69 @@ def available() -> dict[str, str]:
 
 
 def find_env(name: str) -> type[Env]:
-    found = registered()
-    target = found.get(name, name if ":" in name else None)
-    shown = f"env.name = {_shown(name)}"
+    known = registered()
+    target = known.get(name, name if ":" in name else None)
+    readable = name.isprintable() and name.strip() == name != "" and len(name) <= MAX_NAME_CHARS
+    setting = f"env.name = {name if readable else shorten(name)}"
     if target is None:
-        raise EnvError(f"{shown}: unknown; one of {', '.join(sorted(found))}, or module:Class")
+        raise EnvError(f"{setting}: unknown; one of {', '.join(sorted(known))}, or module:Class")
     module, _, attribute = target.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):
-        raise EnvError(f"{shown}: is not of the form module:Class")
-    env = _imported(module, attribute, shown)
+        raise EnvError(f"{setting}: is not of the form module:Class")
+    env = _import(module, attribute, setting)
     if not (inspect.isclass(env) and issubclass(env, Env)):
-        raise EnvError(f"{shown}: {attribute} is no class derived from megastep.rollout.env.Env")
-    with _inspected(shown):
-        _check_class(env, shown)
+        raise EnvError(f"{setting}: {attribute} is no class derived from megastep.rollout.env.Env")
+    with _inspecting(setting):
+        _check_class(env, setting)
     return env
 
 
 @contextlib.contextmanager
-def _inspected(shown: str) -> Iterator[None]:
-    """A metaclass or a descriptor may raise anything when a class is looked at."""
+def _inspecting(setting: str) -> Iterator[None]:
+    """Turn whatever a metaclass or a descriptor raises during inspection into an EnvError."""
     try:
         yield
     except EnvError:
         raise
     except Exception as error:
-        raise EnvError(f"{shown}: the class cannot be inspected, {told(error)}") from None
+        raise EnvError(f"{setting}: the class cannot be inspected, {describe(error)}") from None
 
 
-def _imported(module: str, attribute: str, shown: str) -> Any:
+def _import(module: str, attribute: str, setting: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise EnvError(f"{shown}: cannot be imported ({one_line(error)})") from None
-    except (Exception, SystemExit) as error:  # whatever a module does when it is imported
-        raise EnvError(f"{shown}: cannot be imported, {module} raised {told(error)}") from None
+        raise EnvError(f"{setting}: cannot be imported ({one_line(error)})") from None
+    except (Exception, SystemExit) as error:  # importing runs the module's own code
+        raise EnvError(
+            f"{setting}: cannot be imported, {module} raised {describe(error)}"
+        ) from None
 
 
-def _check_class(env: type[Env], shown: str) -> None:
-    """What can be seen of a class before it is used."""
+def _check_class(env: type[Env], setting: str) -> None:
+    """Check the methods and `columns` of a class without calling it."""
     if inspect.isabstract(env):
         missing = " and ".join(
             f"async def {name}{SIGNATURES[name]}" for name in sorted(env.__abstractmethods__)
         )
-        raise EnvError(f"{shown}: {env.__name__} lacks {missing}")
+        raise EnvError(f"{setting}: {env.__name__} lacks {missing}")
     for name, signature in SIGNATURES.items():
         method = inspect.unwrap(getattr(env, name))
         if inspect.isfunction(method) and not inspect.iscoroutinefunction(method):
-            raise EnvError(f"{shown}: {not_async(env, name)}")
+            raise EnvError(f"{setting}: {not_async(env, name)}")
         if inspect.isfunction(method) and not _takes(method, signature.count(",") + 1):
             raise EnvError(
-                f"{shown}: {env.__name__}.{name} takes {inspect.signature(method)}; write async def "
-                f"{name}{signature}"
+                f"{setting}: {env.__name__}.{name} takes {inspect.signature(method)}; "
+                f"write async def {name}{signature}"
             )
     columns = env.columns
-    fits = isinstance(columns, dict) and all(
-        isinstance(n, str) and inspect.isclass(k) for n, k in columns.items()
+    valid = isinstance(columns, dict) and all(
+        isinstance(name, str) and inspect.isclass(kind) for name, kind in columns.items()
     )
-    if not fits:
+    if not valid:
         raise EnvError(
-            f"{shown}: {env.__name__}.columns is {short(columns)}; write {{name: type}}, such as "
-            '{"question": str}'
+            f"{setting}: {env.__name__}.columns is {shorten(columns)}; write {{name: type}}, "
+            'such as {"question": str}'
         )
 
 
@@ -215,66 +213,70 @@ def not_async(env: type[Env], method: str) -> str:
 
 
 def check_options(env: type[Env], options: dict[str, Any]) -> None:
-    with _inspected(f"env.name: {env.__name__}.__init__"):
+    with _inspecting(f"env.name: {env.__name__}.__init__"):
         parameters = list(inspect.signature(env).parameters.values())
     if not any(
         p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters
     ):
         raise EnvError(f"env.name: {env.__name__} takes no row; write def __init__(self, row, ...)")
-    parameters = parameters[1:]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    option_parameters = parameters[1:]  # after the row
+    if any(p.kind is p.VAR_KEYWORD for p in option_parameters):
         return
-    names = [p.name for p in parameters]
+    names = [p.name for p in option_parameters]
     takes = f"it takes {', '.join(names)}" if names else "it takes none"
     for key in options:
         if key not in names:
             raise EnvError(f"env.options.{key}: {env.__name__} has no such option; {takes}")
-    for p in parameters:
+    for p in option_parameters:
         if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in options:
             raise EnvError(f"env.options.{p.name}: must be given, {env.__name__} needs it")
 
 
-# ---------------------------------------------------------------- trusting nothing
+# ---------------------------------------------------------------- validation of results
 
 
-async def answer(env: Env, method: str, *arguments) -> Any:
-    """`env.METHOD(...)`, which may have been written without async."""
-    made = getattr(env, method)(*arguments)
-    if not isinstance(made, Awaitable):
+async def call_method(env: Env, method: str, *arguments) -> Any:
+    """Await `env.METHOD(...)`; EnvError if the method is not async."""
+    result = getattr(env, method)(*arguments)
+    if not isinstance(result, Awaitable):
         raise EnvError(not_async(type(env), method))
-    return await made
+    return await result
 
 
-def checked_start(messages: Any, max_characters: int) -> list[Message]:
-    messages = checked_messages(messages, max_characters)
+def checked_start(messages: Any, max_chars: int) -> list[Message]:
+    messages = checked_messages(messages, max_chars)
     if not messages:
         raise EnvError("start() returned no messages; the first prompt is needed")
     return messages
 
 
-def checked_messages(messages: Any, max_characters: int) -> list[Message]:
-    ok = isinstance(messages, list) and all(
+def checked_messages(messages: Any, max_chars: int) -> list[Message]:
+    valid = isinstance(messages, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
         for m in messages
     )
-    if not ok:
-        raise EnvError(f"expected chat messages with role and content, got {short(messages)}")
-    characters = sum(len(text) for m in messages for text in m.values() if isinstance(text, str))
-    if characters > max_characters:
-        # Not shortened: that would change the task, and nobody would know.
+    if not valid:
+        raise EnvError(f"expected chat messages with role and content, got {shorten(messages)}")
+    chars = sum(_chars(message) for message in messages)
+    if chars > max_chars:
+        # Not truncated: that would silently change the task.
         raise EnvError(
-            f"messages of {characters} characters; rollout.max_observation_chars = {max_characters}"
+            f"messages of {chars} characters; rollout.max_observation_chars = {max_chars}"
         )
     return messages
 
 
-def checked_outcome(outcome: Any, max_characters: int) -> Outcome:
-    """The outcome, if it is one that can be recorded."""
-    if not isinstance(outcome, tuple) or not 3 <= len(outcome) <= len(Outcome._fields):
-        raise EnvError(f"step() returned {short(outcome)}; an Outcome is needed")
-    outcome = Outcome(*outcome)
+def _chars(message: dict) -> int:
+    return sum(len(text) for text in message.values() if isinstance(text, str))
+
+
+def checked_outcome(returned: Any, max_chars: int) -> Outcome:
+    """The outcome as plain Python values; EnvError where a rollout file could not store it."""
+    if not isinstance(returned, tuple) or not 3 <= len(returned) <= len(Outcome._fields):
+        raise EnvError(f"step() returned {shorten(returned)}; an Outcome is needed")
+    outcome = Outcome(*returned)
     return Outcome(
-        observation=checked_messages(outcome.observation, max_characters),
+        observation=checked_messages(outcome.observation, max_chars),
         reward=_checked_reward(outcome.reward),
         done=_checked_done(outcome.done),
         metrics=_checked_metrics(outcome.metrics),
@@ -285,21 +287,17 @@ def checked_outcome(outcome: Any, max_characters: int) -> Outcome:
 def _checked_reward(reward: Any) -> float:
     try:
         number = float(reward)
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-        RuntimeError,
-    ):  # the last one: of a tensor with several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # RuntimeError: a tensor with several elements
         number = math.nan
     if isinstance(reward, (str, bytes)) or not math.isfinite(number):
-        raise EnvError(f"step() returned the reward {short(reward)}; a finite number is needed")
+        raise EnvError(f"step() returned the reward {shorten(reward)}; a finite number is needed")
     return number
 
 
 def _checked_done(done: Any) -> bool:
     if not isinstance(done, (bool, int, np.bool_, np.integer)):
-        raise EnvError(f"step() returned done = {short(done)}; True or False is needed")
+        raise EnvError(f"step() returned done = {shorten(done)}; True or False is needed")
     return bool(done)
 
 
@@ -309,10 +307,11 @@ def _checked_state(state: Any) -> int | None:
     try:
         number = operator.index(state)
     except TypeError:
-        raise EnvError(f"step() returned the state {short(state)}; an int is needed") from None
+        raise EnvError(f"step() returned the state {shorten(state)}; an int is needed") from None
     if number not in STATES:
         raise EnvError(
-            f"step() returned the state {short(state)}; it must fit 64 bits: take hash(...) % 2**63"
+            f"step() returned the state {shorten(state)}; it must fit 64 bits: "
+            "take hash(...) % 2**63"
         )
     return number
 
@@ -321,36 +320,40 @@ def _checked_metrics(metrics: Any) -> dict[str, Any]:
     try:
         text = json.dumps(dict(metrics), allow_nan=False, default=plain)
     except (TypeError, ValueError, RecursionError) as error:
-        raise EnvError(f"step() returned the metrics {short(metrics)}: {one_line(error)}") from None
-    if len(text) > METRICS_CHARACTERS:
         raise EnvError(
-            f"step() returned metrics of {len(text)} characters; at most {METRICS_CHARACTERS} are recorded"
+            f"step() returned the metrics {shorten(metrics)}: {one_line(error)}"
+        ) from None
+    if len(text) > MAX_METRICS_CHARS:
+        raise EnvError(
+            f"step() returned metrics of {len(text)} characters; "
+            f"at most {MAX_METRICS_CHARS} are recorded"
         )
-    if "\\ud" in text and (where := lone_surrogate(json.loads(text))):
-        raise EnvError(f"step() returned metrics that are no Unicode text: {where}")
-    metrics = json.loads(text)
-    for name, value in metrics.items():
+    recorded = json.loads(text)
+    if "\\ud" in text and (problem := lone_surrogate(recorded)):
+        raise EnvError(f"step() returned metrics that are not Unicode text: {problem}")
+    for name, value in recorded.items():
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             raise EnvError(
-                f"step() returned the metric {name} = {short(value)}; it must fit a float"
+                f"step() returned the metric {name} = {shorten(value)}; it must fit a float"
             )
-    success = metrics.get("success", True)
+    success = recorded.get("success", True)
     if not isinstance(success, (bool, int, float)):
         raise EnvError(
-            f"step() returned the metric success = {short(success)}; True, False or a number is needed"
+            f"step() returned the metric success = {shorten(success)}; "
+            "True, False or a number is needed"
         )
-    return metrics
+    return recorded
 
 
 def plain(value: Any) -> Any:
-    """numpy's scalars as Python's own, for JSON."""
+    """numpy scalars as Python's, for JSON."""
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         return value.item()
     raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
 def lone_surrogate(value: Any) -> str | None:
-    """Half of a UTF-16 pair in one of the texts of a JSON value: no tokenizer and no file takes it."""
+    """Report half of a UTF-16 pair in a JSON value; tokenizers and files cannot encode it."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
@@ -358,67 +361,26 @@ def lone_surrogate(value: Any) -> str | None:
     return None
 
 
-class _Repr(reprlib.Repr):
-    """Hides secrets before it cuts."""
-
-    def repr_str(self, text: str, level: int) -> str:
-        return super().repr_str(hide(text), level)
-
-    def repr_instance(self, value: Any, level: int) -> str:
-        try:
-            text = hide(repr(value))
-        except Exception:  # then this one says what it is of
-            return super().repr_instance(value, level)
-        return text if len(text) <= self.maxother else text[: self.maxother - 3] + "..."
-
-
-_REPR = _Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
-
-
-def short(value: Any) -> str:
-    text = " ".join(_REPR.repr(value).split())
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _shown(name: str) -> str:
-    """As it was written, unless that cannot be read."""
-    return (
-        name
-        if name.isprintable() and name.strip() == name != "" and len(name) <= 80
-        else short(name)
-    )
-
-
-def told(error: BaseException) -> str:
-    """An exception on one line, whatever it holds."""
-    return f"{type(error).__name__}: {one_line(error)}"
-
-
-def one_line(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception as broken:
-        text = f"its text cannot be had, {type(broken).__name__}"
-    return " ".join(hide(text)[:1000].split())[:300].encode("utf-8", "backslashreplace").decode()
-
-
 # ---------------------------------------------------------------- blocking work
 
 
 async def in_thread(function: Callable, *arguments):
-    """The result of a blocking call. Each has a thread of its own: one that never returns holds up neither another
-    episode nor, being a daemon, the end of the program."""
+    """Await a blocking call in a daemon thread per call: one that never returns blocks neither
+    other episodes nor the end of the program."""
     loop = asyncio.get_running_loop()
-    answer = loop.create_future()
+    future = loop.create_future()
 
     def run() -> None:
         try:
-            finish, value = answer.set_result, function(*arguments)
+            value = function(*arguments)
         except Exception as error:
-            finish, value = answer.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(lambda: answer.done() or finish(value))
+            notify(future.set_exception, error)
+        else:
+            notify(future.set_result, value)
+
+    def notify(setter: Callable, value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
+            loop.call_soon_threadsafe(lambda: future.done() or setter(value))
 
     threading.Thread(target=run, name="env", daemon=True).start()
-    return await answer
+    return await future

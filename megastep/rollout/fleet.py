@@ -1,4 +1,4 @@
-"""All engines behind one `generate`: calls of a session stay together, others are balanced, dead engines come back.
+"""All engines behind one `generate`: routing by session, load balancing, restart of dead engines.
 
     call ── session known and its engine serves? ── that engine (it has the prefix in its cache)
         └── else ── the serving engine with the fewest calls in flight
@@ -8,12 +8,12 @@
 
 Invariants, held by the tests:
 
-    every call is answered once: it is asked again only after the engine that had it has been killed;
-    no engine serves before it has the weights of the policy;
-    when every engine is gone, the calls that wait end with an error instead of waiting for ever.
+    Every call is answered once: it is retried only after its engine has been killed.
+    No engine serves before it has the policy's weights.
+    When every engine is gone, waiting calls raise instead of blocking forever.
 
-The fleet lives in a thread with an event loop of its own, so `generate` can be awaited from any loop, and engines are
-looked after between the caller's loops too.
+The fleet runs in a thread with its own event loop, so that `generate` can be awaited from any loop
+and health checks continue between the caller's loops.
 """
 
 import asyncio
@@ -32,16 +32,14 @@ from megastep.config import EngineConfig
 from megastep.errors import EngineError
 from megastep.rollout.generation import Generation, Sampling
 
-_GONE = (
-    RayActorError,
-    OutOfMemoryError,
-)  # Ray kills actors where memory runs out, and does not call that a death
-_SESSIONS_KEPT = 1 << 16  # the oldest are forgotten; their next call just misses a cache
+# OutOfMemoryError: Ray killed the actor for memory; it is no RayActorError.
+_ACTOR_DIED = (RayActorError, OutOfMemoryError)
+_MAX_SESSIONS = 1 << 16  # the oldest are evicted; their next call may miss the prefix cache
 
 
 @dataclass(eq=False)
 class EngineSlot:
-    """One engine's place in the fleet; the actor in it may be replaced."""
+    """One engine of the fleet; a restart replaces its actor."""
 
     index: int
     handle: Any  # Ray actor
@@ -49,13 +47,13 @@ class EngineSlot:
     in_flight: int = 0
     restarts: int = 0
     pid: int | None = None
-    lost_why: str = ""
-    task: asyncio.Task | None = None  # that watches it, or brings it back
+    lost_reason: str = ""
+    task: asyncio.Task | None = None  # health checks, or the restart
 
 
 class Fleet:
-    """`spawn(index)` starts an actor; `refresh(handle, serve)` gives it the policy's weights and then calls `serve`;
-    None: it has its own."""
+    """`spawn(index)` starts an actor; `refresh(handle, serve)` syncs the policy's weights to it and
+    then calls `serve`; None: engines load their own weights."""
 
     def __init__(
         self,
@@ -64,23 +62,25 @@ class Fleet:
         refresh: Callable[[Any, Callable[[], None]], None] | None = None,
         log: str | None = None,
     ):
-        self._spawn, self._settings, self._refresh = spawn, settings, refresh
-        self._log = log  # where the engines say more
+        self._spawn = spawn
+        self._settings = settings
+        self._refresh = refresh
+        self._log = log  # of the engines, named in errors
         self._sessions: OrderedDict[str, EngineSlot] = OrderedDict()
-        self._names = itertools.count()
+        self._call_numbers = itertools.count()
         self._closing = False
         self.slots = [EngineSlot(index, spawn(index)) for index in range(settings.num_engines)]
         self._loop = asyncio.new_event_loop()
-        self._changed = asyncio.Condition()  # an engine began to serve, or is gone
+        self._changed = asyncio.Condition()  # notified when an engine serves or is gone
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
         self._thread.start()
 
     def start(self) -> None:
-        """Wait until every engine is built. They serve from the first `open` on."""
+        """Wait until every engine is built. `open` makes them serve."""
         self._run(self._start())
 
     def open(self) -> None:
-        """Engines have their weights: let them serve, and look after them from now on."""
+        """Serve and start health checks; the engines must have their weights."""
         self._run(self._open())
 
     async def generate(
@@ -99,33 +99,33 @@ class Fleet:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
     def serving(self) -> list[Any]:
-        """The actors that answer calls now."""
+        """The actors that serve."""
         return [slot.handle for slot in self.slots if slot.serving]
 
     def pause(self, finish_calls: bool = False) -> None:
-        """Freeze every call in flight, or let it finish; calls that come meanwhile wait."""
+        """Freeze calls in flight, or let them finish; new calls wait."""
         self._run(self._each("pause", finish_calls))
 
     def resume(self) -> None:
         self._run(self._each("resume"))
 
     def sleep(self) -> None:
-        """Give up the GPUs' memory to the policy; nothing where engines have GPUs of their own, or there are none."""
+        """Free the GPU memory shared with the policy; no effect unless colocated on GPUs."""
         self._run(self._each("sleep"))
 
     def wake(self, what: str) -> None:
         self._run(self._each("wake", what))
 
     def close(self) -> None:
-        """Calls in flight end with an error."""
+        """Calls in flight raise."""
         self._closing = True
         for slot in self.slots:
             ray.kill(slot.handle)
-        self._run(self._drop_tasks())
+        self._run(self._cancel_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
 
-    async def _drop_tasks(self) -> None:
+    async def _cancel_tasks(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -144,44 +144,46 @@ class Fleet:
         routing: tuple[int, int | None],
     ) -> Generation:
         while True:
-            slot = await self._choose(session)
+            slot = await self._route(session)
             handle = slot.handle
-            # A name of its own for each attempt: an engine that is asked twice would confuse the two.
-            reference = handle.generate.remote(
-                prompt_ids, sampling, f"call-{next(self._names)}", *routing
-            )
+            # A new name per attempt: vLLM needs unique request ids.
+            name = f"call-{next(self._call_numbers)}"
+            reference = handle.generate.remote(prompt_ids, sampling, name, *routing)
             slot.in_flight += 1
             try:
                 return await asyncio.wait_for(_result(reference), self._settings.request_timeout_s)
-            except _GONE as error:
-                await self._lose(slot, handle, _how_it_ended(error))
+            except _ACTOR_DIED as error:
+                await self._lose(slot, handle, _end_reason(error))
             except RayTaskError as error:
-                raise EngineError(f"an engine refused a call: {error.cause}") from None
+                raise EngineError(f"an engine rejected a call: {error.cause}") from None
             except TimeoutError:
-                timeout = self._settings.request_timeout_s
-                await self._lose(slot, handle, f"no answer in engine.request_timeout_s = {timeout}")
+                timeout_s = self._settings.request_timeout_s
+                await self._lose(
+                    slot, handle, f"no answer in engine.request_timeout_s = {timeout_s}"
+                )
             except asyncio.CancelledError:
                 ray.cancel(reference)
                 raise
             finally:
                 slot.in_flight -= 1
 
-    async def _choose(self, session: str) -> EngineSlot:
+    async def _route(self, session: str) -> EngineSlot:
+        """The session's engine, else the one with the fewest calls in flight."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: any(s.serving for s in self.slots) or self._all_gone()
             )
         if self._all_gone():
-            reasons = "; ".join(f"{slot.index}: {slot.lost_why}" for slot in self.slots)
-            raise EngineError(
-                f"every engine is gone: {reasons}" + (f"; see {self._log}" if self._log else "")
-            )
+            reasons = "; ".join(f"{slot.index}: {slot.lost_reason}" for slot in self.slots)
+            logs = f"; logs: {self._log}" if self._log else ""
+            raise EngineError(f"every engine is gone: {reasons}{logs}")
         slot = self._sessions.get(session)
         if slot is None or not slot.serving:
-            slot = min((s for s in self.slots if s.serving), key=lambda s: (s.in_flight, s.index))
+            serving = [s for s in self.slots if s.serving]
+            slot = min(serving, key=lambda s: (s.in_flight, s.index))
         self._sessions[session] = slot
         self._sessions.move_to_end(session)
-        if len(self._sessions) > _SESSIONS_KEPT:
+        if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return slot
 
@@ -194,12 +196,12 @@ class Fleet:
         await asyncio.gather(*(self._build(slot) for slot in self.slots))
 
     async def _build(self, slot: EngineSlot) -> None:
-        timeout = self._settings.start_timeout_s
+        timeout_s = self._settings.start_timeout_s
         try:
-            slot.pid = await asyncio.wait_for(_result(slot.handle.start.remote()), timeout)
+            slot.pid = await asyncio.wait_for(_result(slot.handle.start.remote()), timeout_s)
         except TimeoutError:
             raise EngineError(
-                f"engine {slot.index} did not start in engine.start_timeout_s = {timeout}"
+                f"engine {slot.index} did not start in engine.start_timeout_s = {timeout_s}"
             ) from None
 
     async def _open(self) -> None:
@@ -210,42 +212,41 @@ class Fleet:
 
     def _serve(self, slot: EngineSlot) -> None:
         slot.serving = True
-        slot.task = asyncio.ensure_future(self._watch(slot, slot.handle))
+        slot.task = asyncio.ensure_future(self._check_health(slot, slot.handle))
 
-    async def _watch(self, slot: EngineSlot, handle: Any) -> None:
-        """Ask after the engine's health until it is lost."""
+    async def _check_health(self, slot: EngineSlot, handle: Any) -> None:
+        """Repeat until the engine is lost."""
         while slot.serving and slot.handle is handle:
             await asyncio.sleep(self._settings.health_every_s)
             try:
                 await asyncio.wait_for(
                     _result(handle.check.remote()), self._settings.health_timeout_s
                 )
-            except _GONE as error:
-                await self._lose(slot, handle, _how_it_ended(error))
+            except _ACTOR_DIED as error:
+                await self._lose(slot, handle, _end_reason(error))
             except RayTaskError as error:
                 await self._lose(slot, handle, f"its health check failed: {error.cause}")
             except TimeoutError:
                 await self._lose(slot, handle, "it did not answer a health check")
 
-    async def _lose(self, slot: EngineSlot, handle: Any, why: str) -> None:
-        """Kill the actor, so that it cannot answer any more, and begin again with a new one."""
+    async def _lose(self, slot: EngineSlot, handle: Any, reason: str) -> None:
+        """Kill the actor, so that it answers no call twice, and restart the engine."""
         if slot.handle is not handle or not slot.serving or self._closing:
-            return  # another call has noticed before
-        slot.serving, slot.lost_why = False, why
+            return  # already lost by another call, or closing
+        slot.serving = False
+        slot.lost_reason = reason
         ray.kill(handle)
-        slot.task = asyncio.ensure_future(self._come_back(slot))
+        slot.task = asyncio.ensure_future(self._restart(slot))
 
-    async def _come_back(self, slot: EngineSlot) -> None:
+    async def _restart(self, slot: EngineSlot) -> None:
         while slot.restarts < self._settings.restarts and not self._closing:
             slot.restarts += 1
             try:
                 slot.handle = self._spawn(slot.index)
                 await self._build(slot)
                 await self._join(slot)
-            except (
-                Exception
-            ) as error:  # whatever keeps an engine from starting: try again, as often as allowed
-                slot.lost_why = f"did not restart: {error}"
+            except Exception as error:  # any failure: retry until engine.restarts is reached
+                slot.lost_reason = f"did not restart: {error}"
                 ray.kill(slot.handle)
             else:
                 break
@@ -255,8 +256,8 @@ class Fleet:
             self._changed.notify_all()
 
     async def _join(self, slot: EngineSlot) -> None:
-        """Serve, with the policy's weights. `refresh` calls back before it lets the next push begin, which then knows
-        this engine."""
+        """Serve with the policy's weights. `refresh` calls `serve_now` before the next weight sync
+        can start, which then includes this engine."""
         if self._refresh is None:
             return self._serve(slot)
 
@@ -264,7 +265,7 @@ class Fleet:
             self._serve(slot)
 
         def serve_now() -> None:
-            """In the thread of `refresh`, which must not outlive a fleet that closes."""
+            """Called in the thread of `refresh`, which must not block a closing fleet."""
             if not self._closing:
                 asyncio.run_coroutine_threadsafe(serve(), self._loop).result(timeout=10)
 
@@ -273,25 +274,27 @@ class Fleet:
         )
 
     async def _each(self, method: str, *arguments) -> None:
-        """Call the engines that serve; one that dies meanwhile is lost, not an error."""
+        """Call every serving engine; one that dies is lost and raises nothing."""
 
         async def one(slot: EngineSlot) -> None:
-            handle, timeout = slot.handle, self._settings.request_timeout_s
+            handle = slot.handle
+            timeout_s = self._settings.request_timeout_s
             try:
-                await asyncio.wait_for(_result(getattr(handle, method).remote(*arguments)), timeout)
-            except _GONE as error:
-                await self._lose(slot, handle, _how_it_ended(error))
+                reference = getattr(handle, method).remote(*arguments)
+                await asyncio.wait_for(_result(reference), timeout_s)
+            except _ACTOR_DIED as error:
+                await self._lose(slot, handle, _end_reason(error))
             except TimeoutError:
-                await self._lose(
-                    slot, handle, f"no answer to {method} in engine.request_timeout_s = {timeout}"
-                )
+                reason = f"no answer to {method} in engine.request_timeout_s = {timeout_s}"
+                await self._lose(slot, handle, reason)
 
         await asyncio.gather(*(one(slot) for slot in self.slots if slot.serving))
 
 
-def _how_it_ended(error: Exception) -> str:
-    why = ": Ray killed it because memory ran out" if isinstance(error, OutOfMemoryError) else ""
-    return f"its process ended{why}"
+def _end_reason(error: Exception) -> str:
+    if isinstance(error, OutOfMemoryError):
+        return "its process ended: Ray killed it because memory ran out"
+    return "its process ended"
 
 
 async def _result(reference) -> Any:

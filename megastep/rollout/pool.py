@@ -1,8 +1,9 @@
-"""Many episodes in flight over one `generate`: prompts → Groups.
+"""Many concurrent episodes over one `generate`: prompts → Groups.
 
-At most `concurrency` episodes run at a time, prompt by prompt, so that the samples of a prompt start together and find
-its prefix in the engine's cache. An episode that fails is a marked trajectory of its group: nothing is lost, no other
-is disturbed. Seeds follow from the run's seed and the identity of the call, not from the order in which things happen.
+At most `concurrency` episodes run at a time, prompt by prompt, so that the samples of a prompt
+start together and find its prefix in the engine's cache. A failed episode is a marked trajectory of
+its group and affects no other. Seeds follow from the run's seed and the identity of the call, not
+from the order of events.
 """
 
 import asyncio
@@ -22,37 +23,42 @@ from megastep.types import FAILED, Group, Trajectory
 class Pool:
     agent: Agent
     env: type[Env]
-    samples: int  # trajectories per prompt
+    samples_per_prompt: int
     concurrency: int  # episodes at a time
     options: dict[str, Any] = field(default_factory=dict)  # of the environment
-    label: str = "rollout"  # keeps the engine's sessions of different pools apart
+    label: str = "rollout"  # distinguishes the engine sessions of different pools
 
     async def run(
         self,
         prompts: Iterable[Prompt],
         on_trajectory: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> list[Group]:
-        """The groups in the order of the prompts; `on_trajectory` hears of each trajectory as it ends.
+        """The groups in the order of the prompts; `on_trajectory` gets each trajectory as it ends.
 
         Cancelling this cancels every episode and waits until each has closed its environment.
         """
         prompts = list(prompts)
-        groups = [Group(prompt.id, [None] * self.samples) for prompt in prompts]
-        waiting = ((p, g, index) for p, g in zip(prompts, groups) for index in range(self.samples))
+        indices = range(self.samples_per_prompt)
+        pending = ((place, index) for place in range(len(prompts)) for index in indices)
+        done: dict[tuple[int, int], Trajectory] = {}
 
         async def worker():
-            for prompt, group, index in waiting:  # shared: each episode is taken by one worker
-                group.trajectories[index] = trajectory = await self.play(prompt, index)
+            for place, index in pending:  # shared: each episode is taken by one worker
+                trajectory = await self.run_episode(prompts[place], index)
+                done[place, index] = trajectory
                 on_trajectory(trajectory)
 
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(self.concurrency, len(prompts) * self.samples)):
+            for _ in range(min(self.concurrency, len(prompts) * self.samples_per_prompt)):
                 tasks.create_task(worker())
-        return groups
+        return [
+            Group(prompt.id, [done[place, index] for index in indices])
+            for place, prompt in enumerate(prompts)
+        ]
 
-    async def play(self, prompt: Prompt, index: int) -> Trajectory:
+    async def run_episode(self, prompt: Prompt, index: int) -> Trajectory:
         session = f"{self.label}/{prompt.id}/{index}"
-        trajectory = await self.agent.play(
+        trajectory = await self.agent.run_episode(
             lambda: self.env(prompt.row, **redaction.resolved(self.options)),
             prompt.id,
             index,
@@ -63,13 +69,14 @@ class Pool:
 
 
 def check_not_all_failed(groups: list[Group]) -> None:
-    """One failure is a number among the metrics; when nothing else happened there is nothing to go on with."""
+    """A single failure is a metric; a batch of failures ends the run."""
     if all_failed(groups):
         trajectories = [t for group in groups for t in group.trajectories]
         first = trajectories[0]
         raise RolloutFailed(
-            f"all {len(trajectories)} episodes failed; the first (group {first.group_id}, sample {first.index}) by "
-            f"{first.stop_reason}: {first.env_metrics.get('error', 'no reason given')}"
+            f"all {len(trajectories)} episodes failed; the first (group {first.group_id}, "
+            f"sample {first.index}) by {first.stop_reason}: "
+            f"{first.env_metrics.get('error', 'no reason given')}"
         )
 
 

@@ -1,32 +1,35 @@
-"""Messages ↔ tokens: the only code that knows chat templates.
+"""Messages ↔ tokens. All use of chat templates is here.
 
 A `Renderer` belongs to a tokenizer, a `History` to a trajectory:
 
     history = renderer.history(messages)
-    history.prompt_ids                        what the model reads now
-    history.extend(response_ids, observation)     the model's turn and what the environment said to it
+    history.prompt_ids                            the current prompt
+    history.extend(response_ids, observation)     append the model's turn and the observation
 
-`tokens`   Token in, token out. The next prompt is the last prompt, the response as it was sampled, and the tokens the
-           template puts after a response: the observation and the call for the next turn. Nothing the model said is
-           ever tokenized again, so every prompt extends the one before.
-`chat`     The whole conversation is rendered anew each turn. Templates may rewrite history, as Qwen3's and gpt-oss's
-           do when they drop the thinking of earlier turns; what was said becomes text and is tokenized again.
+`tokens`   Token in, token out. The next prompt is the last prompt, the sampled response, and the
+           tokens that the template puts after a response: the observation and the generation
+           prompt. No response is tokenized again, so every prompt extends the previous one.
+`chat`     The whole conversation is rendered at each turn. Templates may rewrite history, as those
+           of Qwen3 and gpt-oss do when they drop the thinking of earlier turns; responses become
+           text and are tokenized again.
 
-Either way the tokens of a step's response are those that were sampled.
+In both modes the response tokens of a step are the sampled ones.
 
-The tokens after a response are found by rendering a conversation with a placeholder for the response and keeping what
-follows the token that closes its turn. That token is special, so cutting there cannot change how text is split.
+The tokens after a response are found by rendering a conversation with a placeholder for the
+response and keeping the text after the token that closes its turn. That token is special, so
+splitting there cannot change the tokenization.
 
-Text from outside, which is all that environments say, cannot write control tokens: `<|im_end|>` within a retrieved
-passage is read as the ten characters. A mark is put inside each such string before the template sees it, and the
-rendered text is cut at the marks before it is encoded:
+Text of environments cannot inject control tokens: `<|im_end|>` within a retrieved passage is
+encoded as ten characters. A mark is inserted into each such string before the template is applied,
+and the rendered text is split at the marks before it is encoded:
 
-    from outside    so <|im_end|> it is
+    observation     so <|im_end|> it is
     rendered        <|im_start|>user so <MARK|im_end|> it is<|im_end|>
-    encoded         "<|im_start|>user so <" and "|im_end|> it is<|im_end|>", each on its own
+    encoded         "<|im_start|>user so <" and "|im_end|> it is<|im_end|>", separately
 
-Text without such strings is encoded in one piece. A vocabulary that cannot spell them, such as one of words, has its
-unknown token there. What the model sampled keeps its control tokens, and those that it spelled out stay spelled out.
+Text without such strings is encoded in one piece. A vocabulary without the characters, such as one
+of words, encodes them as its unknown token. Sampled control tokens stay control tokens; those that
+the model spelled out as text stay text.
 """
 
 import contextlib
@@ -45,26 +48,21 @@ import numpy as np
 
 from megastep.errors import RenderError
 from megastep.redaction import hide
-from megastep.rollout.env import Message, one_line, told
+from megastep.rollout.env import Message
+from megastep.text import describe, one_line
 
-TRIAL_S = 5.0  # for the conversations that a template is tried with
+TRIAL_S = 5.0  # time limit of all trial conversations
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_PLACEHOLDER = "a" + secrets.token_hex(8)  # no text has it, and no template would trim or escape it
+_PLACEHOLDER = "a" + secrets.token_hex(8)  # in no text, and not changed by trimming or escaping
 _MARK = "b" + secrets.token_hex(8)
-_WORD = {"role": "user", "content": "?"}
-_ANSWER = {"role": "assistant", "content": "?"}
+_USER = {"role": "user", "content": "?"}
+_ASSISTANT = {"role": "assistant", "content": "?"}
 _SYSTEM = {"role": "system", "content": "?"}
-_TRIALS = (
-    [_WORD, _ANSWER, _WORD],
-    [_SYSTEM, _WORD, _ANSWER, _WORD],
-    [_WORD],
-)  # a template may refuse some
-_LENGTHS = (9, 200)  # turns of longer trials: a template may loop where there are many
+# A template must render one of these; it may reject the others.
+_TRIALS = ([_USER, _ASSISTANT, _USER], [_SYSTEM, _USER, _ASSISTANT, _USER], [_USER])
+_TRIAL_TURNS = (9, 200)  # of long trials: a template may loop over many turns
 _LONG_TEXT = "? " * 1000
-_TEMPLATES_OWN = {
-    "tools",
-    "documents",
-}  # arguments of apply_chat_template that it passes on as they are
+_TEMPLATE_ARGUMENTS = {"tools", "documents"}  # apply_chat_template passes them to the template
 _CHANNEL = re.compile(
     r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start)\|>|\Z)", re.DOTALL
 )
@@ -74,15 +72,16 @@ def load_tokenizer(folder: str | Path):
     from transformers import AutoTokenizer
 
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
-        # transformers would make an empty one
+        # transformers would create an empty tokenizer
         raise RenderError(
-            f"model.path = {folder}: has no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is needed"
+            f"model.path = {folder}: has no tokenizer; "
+            f"one of {', '.join(_TOKENIZER_FILES)} is needed"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of any kind, from several libraries
+    except Exception as error:  # of several libraries
         raise RenderError(
-            f"model.path = {folder}: its tokenizer cannot be loaded ({told(error)})"
+            f"model.path = {folder}: its tokenizer cannot be loaded ({describe(error)})"
         ) from None
     if not tokenizer.chat_template:
         raise RenderError(
@@ -90,7 +89,8 @@ def load_tokenizer(folder: str | Path):
         )
     if tokenizer.eos_token_id is None:
         raise RenderError(
-            f"model.path = {folder}: its tokenizer has no eos_token; set one in tokenizer_config.json"
+            f"model.path = {folder}: its tokenizer has no eos_token; "
+            "set one in tokenizer_config.json"
         )
     return tokenizer
 
@@ -103,18 +103,18 @@ class Renderer:
         options: dict[str, Any] | None = None,
         stop_ids: tuple[int, ...] = (),
     ):
-        """`options` are the template's, like enable_thinking; `stop_ids` end a response, as the tokenizer's eos."""
+        """`options`: arguments of the template, like enable_thinking; `stop_ids`: tokens that end a
+        response, in addition to the tokenizer's eos."""
         self.tokenizer = tokenizer
         self.options = options or {}
         self.end_id: int = tokenizer.eos_token_id
         self.stop_ids = tuple(sorted({self.end_id, *stop_ids}))
-        self._history = {"tokens": TokenHistory, "chat": ChatHistory}[mode]
+        self._history_class = _HISTORIES[mode]
         self._has_channels = "<|channel|>" in tokenizer.get_vocab()
         special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-        self._special = sorted(
-            special, key=len, reverse=True
-        )  # longest first: one may begin as another does
-        within(TRIAL_S, lambda: self._try_template(mode))
+        # Longest first: one may be a prefix of another.
+        self._special = sorted(special, key=len, reverse=True)
+        run_with_timeout(TRIAL_S, lambda: self._try_template(mode))
 
     @classmethod
     def for_model(
@@ -129,17 +129,16 @@ class Renderer:
             raise RenderError(f"model.path = {folder}: {error}") from None
 
     def _set_control(self, tokens: Iterable[str]) -> None:
-        """`tokens`: what text from outside must not be read as."""
+        """Text of environments is not encoded as any of `tokens`."""
         longest_first = sorted((t for t in tokens if len(t) > 1), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._control_ids = set(self.tokenizer.convert_tokens_to_ids(longest_first))
 
     def _try_template(self, mode: str) -> None:
-        """Refuses a template that cannot be used. Learns which tokens that are not special tell turns apart, such as
-        DeepSeek's <｜User｜>; `<think>` is a word that prompts may use, unless it is a special token."""
-        marked = {
-            str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special
-        }
+        """RenderError for an unusable template. Finds turn delimiters that are not special tokens,
+        such as DeepSeek's <｜User｜>; `<think>` is ordinary text unless it is a special token."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        marked = {str(token) for token in added if token.special}
         control = {*self.tokenizer.all_special_tokens, *marked}
         self._set_control(control)
         problems = []
@@ -152,15 +151,16 @@ class Renderer:
                 problems.append(problem)
         else:
             raise problems[-1]
-        self._set_control({*control, *(t for t in self._special if t in turns)})
+        delimiters = {token for token in self._special if token in turns}
+        self._set_control(control | delimiters)
         if mode == "tokens":
-            self.after_response([_WORD])
+            self.after_response([_USER])
         self._try_long(messages, mode)
 
     def _try_long(self, messages: list[Message], mode: str) -> None:
-        """Long conversations and texts, for the time they take. To refuse them is the template's right."""
-        long = [{"role": "user", "content": _LONG_TEXT}]
-        trials = [[*messages, *[_ANSWER, _WORD] * turns] for turns in _LENGTHS] + [long]
+        """Long conversations and texts, for their run time; the template may reject them."""
+        trials = [[*messages, *[_ASSISTANT, _USER] * turns] for turns in _TRIAL_TURNS]
+        trials.append([{"role": "user", "content": _LONG_TEXT}])
         for trial in trials:
             with contextlib.suppress(RenderError):
                 self._render(trial)
@@ -169,42 +169,44 @@ class Renderer:
                     self.after_response(trial)
 
     def history(self, messages: list[Message]) -> "History":
-        return self._history(self, messages)
+        return self._history_class(self, messages)
 
     def prompt_ids(self, messages: list[Message]) -> np.ndarray:
-        """[P] i32: the conversation, all of it from outside, and the call for the model's turn."""
+        """[P] i32: unquoted messages, and the generation prompt."""
         return self.ids_of(self.quoted(messages))
 
     def ids_of(self, messages: list[Message]) -> np.ndarray:
-        """The same of messages that are quoted where they are from outside."""
+        """[P] i32: messages whose environment text is quoted, and the generation prompt."""
         return self._encode(self._render(messages))
 
     def quoted(self, value: Any) -> Any:
-        """Messages from outside, a mark inside each string that would be read as a control token."""
+        """Environment messages with a mark inside each string that encodes as a control token."""
         if isinstance(value, str):
-            while self._control.search(value):  # what is left of one may be another
+            while self._control.search(value):  # control tokens may overlap
                 value = self._control.sub(lambda found: found[0][0] + _MARK + found[0][1:], value)
             return value
         if isinstance(value, dict):
             return {name: self.quoted(part) for name, part in value.items()}
-        return [self.quoted(part) for part in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [self.quoted(part) for part in value]
+        return value
 
     def after_response(self, observation: list[Message]) -> np.ndarray:
-        """[n] i32: what the template puts after the token that ends a response."""
-        spoken = {"role": "assistant", "content": _PLACEHOLDER}
-        text = self._render([_WORD, spoken, *self.quoted(observation)])
+        """[n] i32: what the template puts after the end-of-turn token of a response."""
+        response = {"role": "assistant", "content": _PLACEHOLDER}
+        text = self._render([_USER, response, *self.quoted(observation)])
         before, found, rest = text.partition(_PLACEHOLDER)
         closing = next((t for t in self._special if rest.lstrip().startswith(t)), None)
         if not found or _PLACEHOLDER in rest or closing is None:
-            shown = " ".join((rest if found else before)[:40].split())
+            excerpt = " ".join((rest if found else before)[:40].split())
             raise RenderError(
-                "rollout.mode = tokens: the chat template does not close the model's turn with a special token "
-                f"(found {shown!r}); write rollout.mode: chat"
+                "rollout.mode = tokens: the chat template does not close the model's turn with a "
+                f"special token (found {excerpt!r}); write rollout.mode: chat"
             )
         return self._encode(rest.lstrip()[len(closing) :])
 
     def text(self, response_ids: np.ndarray) -> str:
-        """What was said, special tokens included, without the token that ended it."""
+        """The decoded response, special tokens included, without its stop token."""
         return self.tokenizer.decode(self._without_end(response_ids), skip_special_tokens=False)
 
     def _without_end(self, response_ids: np.ndarray) -> list[int]:
@@ -212,23 +214,25 @@ class Renderer:
         return ids[:-1] if ids and ids[-1] in self.stop_ids else ids
 
     def message(self, response_ids: np.ndarray) -> dict[str, str]:
-        """What was said, as a template takes it: thinking apart where the model writes it to a channel of its own.
+        """The response as a message; the analysis channel of gpt-oss becomes `thinking`.
 
-        Templates in the manner of Qwen3 find `</think>` in the content themselves.
+        Templates like Qwen3's look for `</think>` in the content.
         """
         text = self._sampled_text(response_ids)
         channels = _CHANNEL.findall(text) if self._has_channels else []
         if not channels:
             return {"role": "assistant", "content": text}
-        thinking = "".join(said for name, said in channels if name == "analysis")
-        content = "".join(said for name, said in channels if name != "analysis")
-        return {"role": "assistant", "content": content} | (
-            {"thinking": thinking} if thinking else {}
-        )
+        thinking = "".join(part for name, part in channels if name == "analysis")
+        content = "".join(part for name, part in channels if name != "analysis")
+        message = {"role": "assistant", "content": content}
+        if thinking:
+            message["thinking"] = thinking
+        return message
 
     def _sampled_text(self, response_ids: np.ndarray) -> str:
-        """The text of a response; a control token that was spelled out letter by letter is quoted."""
-        text, ids = self.text(response_ids), self._without_end(response_ids)
+        """The decoded response; a control token that was sampled as plain text is quoted."""
+        text = self.text(response_ids)
+        ids = self._without_end(response_ids)
         if len(self._control.findall(text)) == sum(id in self._control_ids for id in ids):
             return text
         pieces = []
@@ -245,23 +249,22 @@ class Renderer:
                 add_generation_prompt=add_generation_prompt,
                 **self.options,
             )
-        except Exception as error:  # templates are programs
+        except Exception as error:  # a template is a program
             roles = hide(", ".join(m["role"] for m in messages))
             raise RenderError(
-                f"the chat template refuses messages of {roles[:80]}: {one_line(error)}"
+                f"the chat template rejects messages of {roles[:80]}: {one_line(error)}"
             ) from None
 
     def _encode(self, text: str) -> np.ndarray:
-        # The template has written the special tokens already.
+        # The template has already added the special tokens.
         try:
             pieces = [
                 self.tokenizer.encode(piece, add_special_tokens=False)
                 for piece in text.split(_MARK)
             ]
         except Exception as error:
-            raise RenderError(
-                f"the tokenizer refuses the text: {_why_refused(text, error)}"
-            ) from None
+            reason = _encoding_problem(text, error)
+            raise RenderError(f"the tokenizer rejects the text: {reason}") from None
         return np.array(list(chain.from_iterable(pieces)), np.int32)
 
 
@@ -271,7 +274,7 @@ class TokenHistory:
         self.prompt_ids = renderer.prompt_ids(messages)
 
     def extend(self, response_ids: np.ndarray, observation: list[Message]) -> None:
-        """`response_ids` end with an end-of-turn token."""
+        """`response_ids` must end with an end-of-turn token."""
         self.prompt_ids = np.concatenate(
             [self.prompt_ids, response_ids, self.renderer.after_response(observation)]
         )
@@ -289,11 +292,12 @@ class ChatHistory:
 
 
 History = TokenHistory | ChatHistory
+_HISTORIES: dict[str, type[History]] = {"tokens": TokenHistory, "chat": ChatHistory}
 
 
-def within(seconds: float, function: Callable[[], None]) -> None:
-    """Calls `function`. One that takes longer is stopped by an exception in its thread, and refused."""
-    raised = []
+def run_with_timeout(timeout_s: float, function: Callable[[], None]) -> None:
+    """Call `function` in a thread; after the timeout, stop it by an exception and raise."""
+    raised: list[BaseException] = []
 
     def run() -> None:
         try:
@@ -303,34 +307,33 @@ def within(seconds: float, function: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=run, name="template", daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(timeout_s)
     if thread.is_alive():
+        assert thread.ident is not None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
         )
         raise RenderError(
-            f"the chat template takes longer than {seconds:g} s for trial conversations; has it a loop "
-            "without end?"
+            f"the chat template takes longer than {timeout_s:g} s for trial conversations; "
+            "does it loop forever?"
         )
     if raised:
         raise raised[0]
 
 
 def _check_options(tokenizer, options: dict[str, Any]) -> None:
-    taken = {
-        "messages",
-        "conversations",
-        *inspect.signature(tokenizer.apply_chat_template).parameters,
-    }
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    reserved = {"messages", "conversations", *parameters} - _TEMPLATE_ARGUMENTS
     for name in options:
-        if name in taken - _TEMPLATES_OWN:
+        if name in reserved:
             raise RenderError(
-                f"rollout.template.{name}: is not the template's, every rendering sets it; remove it"
+                f"rollout.template.{name}: not an argument of the template, "
+                "every rendering sets it; remove it"
             )
 
 
 def _generation_stops(folder: Path, largest: int) -> tuple[int, ...]:
-    """Tokens that end a response by the model's generation_config.json, such as the several of gpt-oss."""
+    """Stop tokens of the model's generation_config.json; gpt-oss has several."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return ()
@@ -340,19 +343,21 @@ def _generation_stops(folder: Path, largest: int) -> tuple[int, ...]:
         raise RenderError(f"{path}: not readable as JSON ({one_line(error)})") from None
     if not isinstance(content, dict):
         raise RenderError(f"{path}: holds a {type(content).__name__}; an object is needed")
-    found = content.get("eos_token_id")
-    ids = () if found is None else tuple(found) if isinstance(found, list) else (found,)
+    eos = content.get("eos_token_id")
+    if eos is None:
+        return ()
+    ids = eos if isinstance(eos, list) else [eos]
     for id in ids:
         if type(id) is not int or not 0 <= id <= largest:
             raise RenderError(
                 f"{path}: eos_token_id has {str(id)[:40]!r}; token ids of 0 to {largest} are needed"
             )
-    return ids
+    return tuple(ids)
 
 
-def _why_refused(text: str, error: Exception) -> str:
+def _encoding_problem(text: str, error: Exception) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as problem:
-        return f"it has the lone surrogate {text[problem.start]!r}, which is no character"
-    return told(error)
+        return f"it has the lone surrogate {text[problem.start]!r}, which is not a character"
+    return describe(error)

@@ -1,29 +1,30 @@
-"""Groups for training out of episodes that go on while training does: how far ahead is the only setting.
+"""Groups for training from episodes that run while the trainer works; `ahead` limits how many.
 
-    take(step)     the next batch of complete groups; waits for them
-    outstanding    prompts that were drawn and not taken: at most ahead × batch while training works, and one batch
-                   more while it waits
+    take(step)     the next batch of complete groups; blocks until there is one
+    outstanding    prompts drawn and not taken: at most ahead × batch while the trainer works, and
+                   one batch more while it waits
 
-With ahead = 0 prompts begin when they are asked for and nothing is under way during an update: synchronous training.
+With ahead = 0 episodes start when a batch is taken and none runs during an update: synchronous
+training.
 
-Staleness. A group that began before `step` updates were made holds tokens of that policy; it must be taken at the
-latest `ceil(ahead)` steps later. Groups are taken as they become complete, the oldest first, so that slow ones are not
-starved; what would otherwise come too late is dealt with as `on_stale` says:
+Staleness. A group that started before training step `s` holds tokens of that policy and is due at
+step s + ceil(ahead). `take` prefers the oldest complete groups, so that slow ones are not starved.
+`on_stale` decides about a group that is still incomplete when it is due:
 
-    wait    `take` waits, for what is due now, and for as many others as a later batch would have no place for
-    drop    it is given up when it is too old, whether it is complete or not, and another prompt takes its place
+    wait    `take` waits for it, and for groups that would not fit into the batches they are due in
+    drop    a stale group is dropped, complete or not, and another prompt replaces it
 
-Invariants, held by the tests: a prompt is in one batch, or was dropped and counted; no group is taken too late; what
-`state` tells is enough to go on in another process without losing or repeating a prompt.
+Invariants, held by the tests: every prompt is in one batch, or was dropped and counted; no stale
+group is taken; `state` suffices to resume in another process without losing or repeating a prompt.
 
-The episodes run in a thread with an event loop of its own. Cancelling closes their environments.
+Episodes run in a thread with its own event loop. Cancelling them closes their environments.
 """
 
 import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -40,32 +41,30 @@ class Entry:
     """An outstanding prompt."""
 
     prompt: Prompt
-    begun: int | None = (
-        None  # training steps before its first episode; None: all of them wait for a place
-    )
-    group: Group | None = None  # once it is complete
+    started: int | None = None  # training step of its first episode; None: all episodes are queued
+    group: Group | None = None  # when complete
     task: asyncio.Task | None = None
 
 
 @dataclass
 class StreamState:
-    """What must be known to go on: where the prompts stand, and the outstanding ones."""
+    """Everything needed to resume: the position in the prompts and the outstanding ones."""
 
     position: dict[str, int] = field(default_factory=dict)  # empty: at the beginning
-    unfinished: list[int] = field(default_factory=list)  # prompts to be played again
+    unfinished: list[int] = field(default_factory=list)  # prompts whose episodes start over
     ready: list[Group] = field(default_factory=list)
-    ready_begun: list[int] = field(default_factory=list)
+    ready_begun: list[int] = field(default_factory=list)  # Entry.started of each
 
 
 @dataclass
 class Taken:
     groups: list[Group]
-    waited: int = 0  # groups without which the batch could have been there earlier
-    dropped: int = 0  # groups that were given up
+    waited: int = 0  # groups that a full batch had to wait for
+    dropped: int = 0  # stale groups
 
 
 class Interrupted(Exception):
-    """Of a `take` that would have had to wait; nothing was taken for this step, nor given up."""
+    """`take` would have blocked; nothing was taken or dropped for its step."""
 
 
 class GroupStream:
@@ -78,24 +77,21 @@ class GroupStream:
         ahead: float = 0,
         on_stale="wait",
     ):
-        """Batches for `steps` training steps; nothing begins that none of them would take."""
-        self.pool, self.prompts, self.batch, self.steps, self.ahead = (
-            pool,
-            prompts,
-            batch,
-            steps,
-            ahead,
-        )
-        self.max_staleness_versions = math.ceil(ahead)
+        """Batches for `steps` training steps; no episode starts that none of them would take."""
+        self.pool = pool
+        self.prompts = prompts
+        self.batch = batch
+        self.steps = steps
+        self.ahead = ahead
+        self.staleness_limit = math.ceil(ahead)  # training steps between start and take
         self.drops = on_stale == "drop"
         self.step = 0
         self._entries: dict[int, Entry] = {}  # outstanding, the oldest first
-        self._gone: list[Entry] = []  # taken, or given up, for the step that is being collected
+        self._removed: list[Entry] = []  # taken or dropped for the current step
         self._wanted = 0  # groups that `take` waits for
         self._speed = Speed()
-        self._roots: set[asyncio.Task] = (
-            set()
-        )  # to be cancelled at the end, each once; they cancel what they began
+        # Tasks to cancel at the end; each cancels the tasks it started.
+        self._roots: set[asyncio.Task] = set()
 
     def __enter__(self) -> "GroupStream":
         self._loop = asyncio.new_event_loop()
@@ -108,53 +104,55 @@ class GroupStream:
         return self
 
     def _run(self) -> None:
-        """Until the loop is stopped. SystemExit comes out of it, of a task that an environment began, say."""
+        """Run the loop until it is stopped. SystemExit, raised for example in a task that an
+        environment started, leaves run_forever."""
         while True:
             try:
                 return self._loop.run_forever()
             except BaseException as error:
-                self._error = RolloutFailed(f"an episode raised {error!r} in a task of its own")
+                self._error = RolloutFailed(f"a task of an episode raised {error!r}")
                 self._changed.set()
 
     def __exit__(self, *_) -> None:
-        asyncio.run_coroutine_threadsafe(self._drop_tasks(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._cancel_tasks(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    async def _drop_tasks(self) -> None:
+    async def _cancel_tasks(self) -> None:
         tasks = set(self._roots)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # ------------------------------------------------------------ for the trainer's thread
+    # ------------------------------------------------------------ called by the trainer's thread
 
     def take(
         self, step: int, count: int | None = None, meanwhile: Callable[[], None] = lambda: None
     ) -> Taken:
-        """A batch for the training step after `step` others, in the order of the prompts; or `count` groups more for
-        the same step. `meanwhile` is called every few seconds of waiting."""
+        """The batch of training step `step` (from 0), ordered by prompt; with `count`, as many more
+        groups for the same step. Calls `meanwhile` every MEANWHILE_S while it waits."""
         taken = self.submit(self._take(step, count))
         while not wait([taken], MEANWHILE_S).done:
             meanwhile()
         return taken.result()
 
     def interrupt(self) -> None:
-        """A `take` that waits, or would, raises Interrupted; what was taken or given up for the same step is
-        outstanding again. May be called by a signal handler."""
+        """Make a `take` that blocks raise Interrupted; groups taken or dropped for its step become
+        outstanding again. Safe in a signal handler."""
 
-        def tell() -> None:
+        def set_interrupted() -> None:
             self._interrupted = True
             self._changed.set()
 
-        self._loop.call_soon_threadsafe(tell)
+        self._loop.call_soon_threadsafe(set_interrupted)
 
     def submit(self, coroutine: Coroutine) -> Future:
-        """Run something else, such as an evaluation, beside the episodes."""
+        """Run another coroutine, such as an evaluation, in the loop of the episodes."""
 
         async def root():
             task = asyncio.current_task()
+            assert task is not None
             self._roots.add(task)
             try:
                 return await coroutine
@@ -167,179 +165,210 @@ class GroupStream:
         return self.submit(self._state()).result()
 
     def restore(self, step: int, state: StreamState) -> None:
-        """Before the first `take`, after `step` training steps."""
+        """Call before the first `take`, which is that of training step `step`."""
         self.step = step
         self.submit(self._restore(state)).result()
 
     def tokens_per_s(self) -> float:
-        """Sampled tokens of the groups that became complete since the last call, per second that episodes ran."""
+        """Sampled tokens of groups completed since the last call, per second of rollout."""
 
         async def read() -> float:
             return self._speed.read()
 
         return self.submit(read()).result()
 
-    # ------------------------------------------------------------ in the loop
+    # ------------------------------------------------------------ in the event loop
 
     async def _take(self, step: int, more: int | None) -> Taken:
         count = self.batch if more is None else more
-        self.step, self._wanted = step, count
+        self.step = step
+        self._wanted = count
         if more is None:
-            self._gone = []  # what was taken before has been trained on
-        waited, given_up = 0, self._drop_stale()
-        self._gone += given_up
+            self._removed = []  # the previous batch has been trained on
+        stale = self._drop_stale()
+        self._removed += stale
+        waited = 0
         while True:
             if self._error is not None:
                 raise self._error
-            self._begin()
-            ready = [entry for entry in self._entries.values() if entry.group is not None]
-            chosen = ready[:count]  # the oldest
-            missing = self._missing(chosen)
-            if len(chosen) == count and missing == 0:
-                break
+            self._start_prompts()
+            chosen = self._oldest_complete(count)
             if len(chosen) == count:
+                missing = self._missing(chosen)
+                if missing == 0:
+                    break
                 waited = max(waited, missing)
             if self._interrupted:
-                self._wanted = 0
-                self._entries = {
-                    entry.prompt.id: entry for entry in [*self._gone, *self._entries.values()]
-                }
-                self._gone = []
+                self._undo_step()
                 raise Interrupted
             self._changed.clear()
             await self._changed.wait()
         self._wanted = 0
         for entry in chosen:
             del self._entries[entry.prompt.id]
-        self._gone += chosen
-        self._begin()
-        return Taken(
-            [e.group for e in sorted(chosen, key=lambda e: e.prompt.id)], waited, len(given_up)
-        )
+        self._removed += chosen
+        self._start_prompts()
+        groups = [entry.group for entry in chosen if entry.group is not None]
+        return Taken(sorted(groups, key=lambda group: group.id), waited, len(stale))
+
+    def _oldest_complete(self, count: int) -> list[Entry]:
+        complete = [entry for entry in self._entries.values() if entry.group is not None]
+        return complete[:count]
+
+    def _undo_step(self) -> None:
+        """Make everything taken or dropped for this step outstanding again."""
+        self._wanted = 0
+        entries = [*self._removed, *self._entries.values()]
+        self._entries = {entry.prompt.id: entry for entry in entries}
+        self._removed = []
 
     def _missing(self, chosen: list[Entry]) -> int:
-        """How many groups that are not complete this batch has to wait for, so that every later one has a place for
-        each that is due by then."""
+        """Incomplete groups to wait for before `chosen` may be taken; 0 with `on_stale: drop`.
+
+        A group started at step s is due at step s + staleness_limit. After `chosen` is taken, the
+        groups due up to step + k must fit into the k batches of the steps after this one:
+
+            due(outstanding, k) − due(chosen, k) ≤ k · batch        for k = 0 ... staleness_limit
+
+        The largest excess is the answer, at most the number of incomplete groups. Example with
+        batch = 2, staleness_limit = 2, step = 4; only 24 and 25 are complete, so they are chosen:
+
+            prompt         20  21  22  23  24  25
+            started         2   3   3   3   4   4
+            due at step     4   5   5   5   6   6
+
+            k   due(outstanding, k)   due(chosen, k)   k · batch   excess
+            0            1                  0              0          1    20 is due now
+            1            4                  0              2          2    step 5 takes 2 of 4
+            2            6                  2              4          0
+
+        Two of 20 to 23 must complete first. If 20 and 21 do, they are chosen and no excess remains.
+        """
         if self.drops:
             return 0
-
-        def count(entries, steps: int) -> int:
-            return sum(
-                e.begun is not None and e.begun + self.max_staleness_versions <= self.step + steps
-                for e in entries
-            )
-
         outstanding = self._entries.values()
-        short = max(
-            count(outstanding, k) - k * self.batch - count(chosen, k)
-            for k in range(self.max_staleness_versions + 1)
+        excess = max(
+            self._due(outstanding, k) - self._due(chosen, k) - k * self.batch
+            for k in range(self.staleness_limit + 1)
         )
-        return min(
-            short, sum(entry.begun is not None and entry.group is None for entry in outstanding)
-        )
+        incomplete = sum(entry.started is not None and entry.group is None for entry in outstanding)
+        return min(excess, incomplete)
+
+    def _due(self, entries: Iterable[Entry], k: int) -> int:
+        """Number of groups that are due at step + k or before."""
+        last_start = self.step + k - self.staleness_limit
+        return sum(entry.started is not None and entry.started <= last_start for entry in entries)
 
     def _drop_stale(self) -> list[Entry]:
-        """Where training waits for groups there are none, unless a run goes on with less patience than it began."""
-        old = [
-            e
-            for e in self._entries.values()
-            if e.begun is not None and e.begun + self.max_staleness_versions < self.step
+        """With `on_stale: wait`, empty unless resumed with a smaller max_staleness."""
+        first_start = self.step - self.staleness_limit
+        stale = [
+            entry
+            for entry in self._entries.values()
+            if entry.started is not None and entry.started < first_start
         ]
-        for entry in old:
+        for entry in stale:
             if entry.task is not None:
                 entry.task.cancel()
             del self._entries[entry.prompt.id]
-        return old
+        return stale
 
-    def _begin(self) -> None:
-        """Prompts as far ahead as is allowed."""
-        after_this = min(int(self.ahead * self.batch), (self.steps - self.step - 1) * self.batch)
-        for prompt in self.prompts.take(max(after_this + self._wanted - len(self._entries), 0)):
-            self._play(Entry(prompt))
+    def _start_prompts(self) -> None:
+        """Start as many prompts as `ahead` and the remaining steps allow."""
+        remaining = (self.steps - self.step - 1) * self.batch
+        after_this = min(int(self.ahead * self.batch), remaining)
+        count = max(after_this + self._wanted - len(self._entries), 0)
+        for prompt in self.prompts.take(count):
+            self._start(Entry(prompt))
 
-    def _play(self, entry: Entry) -> None:
+    def _start(self, entry: Entry) -> None:
         self._entries[entry.prompt.id] = entry
-        self._speed.starts()
-        entry.task = asyncio.ensure_future(self._group(entry))
+        self._speed.start()
+        entry.task = asyncio.ensure_future(self._run_group(entry))
         self._roots.add(entry.task)
         entry.task.add_done_callback(self._roots.discard)
 
-    async def _group(self, entry: Entry) -> None:
-        """Episodes find their places in the order in which they were asked for."""
+    async def _run_group(self, entry: Entry) -> None:
+        """Episodes get their places in the order in which they were created."""
 
         async def episode(index: int) -> Trajectory:
             async with self._places:
-                entry.begun = self.step if entry.begun is None else entry.begun
-                return await self.pool.play(entry.prompt, index)
+                if entry.started is None:
+                    entry.started = self.step
+                return await self.pool.run_episode(entry.prompt, index)
 
         tokens = 0
+        indices = range(self.pool.samples_per_prompt)
         try:
-            async with asyncio.TaskGroup() as tasks:  # ends when all have closed their environments
-                episodes = [tasks.create_task(episode(index)) for index in range(self.pool.samples)]
+            async with asyncio.TaskGroup() as tasks:  # ends when all environments are closed
+                episodes = [tasks.create_task(episode(index)) for index in indices]
             entry.group = Group(entry.prompt.id, [task.result() for task in episodes])
             tokens = sampled_tokens([entry.group])
         except ExceptionGroup as errors:
-            self._error = errors.exceptions[0]  # for whoever takes next
+            self._error = errors.exceptions[0]  # raised by the next take
         except asyncio.CancelledError:
-            if not asyncio.current_task().cancelling():  # by nobody here
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():  # raised inside the episode
                 self._error = RolloutFailed(
                     f"an episode of prompt {entry.prompt.id} cancelled itself"
                 )
             raise
         finally:
-            self._speed.ends(tokens)
+            self._speed.stop(tokens)
             self._changed.set()
 
     async def _state(self) -> StreamState:
-        """Groups of which every episode failed are played again: a run that such groups have ended could not go on
-        with them."""
-        entries = self._entries.values()
-        ready = [
-            entry for entry in entries if entry.group is not None and not all_failed([entry.group])
-        ]
-        return StreamState(
-            self.prompts.position(),
-            [entry.prompt.id for entry in entries if entry not in ready],
-            [entry.group for entry in ready],
-            [entry.begun for entry in ready],
-        )
+        """A group in which every episode failed starts over: it would end a resumed run again."""
+        state = StreamState(self.prompts.position())
+        for entry in self._entries.values():
+            if entry.group is None or all_failed([entry.group]):
+                state.unfinished.append(entry.prompt.id)
+            else:
+                assert entry.started is not None
+                state.ready.append(entry.group)
+                state.ready_begun.append(entry.started)
+        return state
 
     async def _restore(self, state: StreamState) -> None:
-        for group, begun in zip(state.ready, state.ready_begun, strict=True):
-            self._entries[group.id] = Entry(
-                self.prompts.prompt(group.id), begun, group
-            )  # its tokens are that old
+        for group, started in zip(state.ready, state.ready_begun, strict=True):
+            self._entries[group.id] = Entry(self.prompts.prompt(group.id), started, group)
         for id in state.unfinished:
-            self._play(Entry(self.prompts.prompt(id)))
+            self._start(Entry(self.prompts.prompt(id)))
         if state.position:
             self.prompts.seek(state.position)
 
 
 class Speed:
-    """Tokens per second of the time in which anything was under way."""
+    """Tokens per second of the time in which any group was running."""
 
     def __init__(self):
-        self._running, self._since, self._seconds, self._tokens = 0, 0.0, 0.0, 0
+        self._running = 0
+        self._since_s = 0.0
+        self._seconds = 0.0
+        self._tokens = 0
 
-    def starts(self) -> None:
+    def start(self) -> None:
         if self._running == 0:
-            self._since = time.perf_counter()
+            self._since_s = time.perf_counter()
         self._running += 1
 
-    def ends(self, tokens: int) -> None:
+    def stop(self, tokens: int) -> None:
         self._running -= 1
         self._tokens += tokens
         if self._running == 0:
-            self._seconds += time.perf_counter() - self._since
+            self._seconds += time.perf_counter() - self._since_s
 
     def read(self) -> float:
-        now = time.perf_counter()
-        seconds = self._seconds + (now - self._since if self._running else 0.0)
-        tokens, self._tokens, self._seconds, self._since = self._tokens, 0, 0.0, now
+        """Since the last call."""
+        now_s = time.perf_counter()
+        seconds = self._seconds + (now_s - self._since_s if self._running else 0.0)
+        tokens = self._tokens
+        self._tokens = 0
+        self._seconds = 0.0
+        self._since_s = now_s
         return tokens / seconds if seconds else 0.0
 
 
 def sampled_tokens(groups: list[Group]) -> int:
-    return sum(
-        int(step.loss_mask.sum()) for g in groups for t in g.trajectories for step in t.steps
-    )
+    trajectories = [t for group in groups for t in group.trajectories]
+    return sum(int(step.loss_mask.sum()) for t in trajectories for step in t.steps)

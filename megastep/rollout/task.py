@@ -1,4 +1,4 @@
-"""What is played: the environment, its rows and the renderer of a configuration, all checked before anything starts.
+"""The environment, data and renderer of a configuration, all checked before a process starts.
 
 task = Task.load(config)
 groups = await task.pool(generate).run(task.stream().take(config.rollout.prompts))
@@ -13,11 +13,12 @@ from megastep.errors import ConfigError, DataError, EnvError, RenderError, Rollo
 from megastep.models.architecture import read_architecture
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import Prompt, PromptStream, load_data
-from megastep.rollout.env import BUILT_IN, Env, check_options, find_env, one_line, short, told
+from megastep.rollout.env import BUILT_IN, Env, check_options, find_env
 from megastep.rollout.generation import Generate, Sampling
 from megastep.rollout.pool import Pool
 from megastep.rollout.renderer import Renderer
 from megastep.samples.validation import validate
+from megastep.text import describe, one_line, shorten
 from megastep.types import Group
 
 
@@ -31,19 +32,19 @@ class Task:
 
     @classmethod
     def load(cls, config: Config) -> "Task":
-        """Raises ConfigError, EnvError, DataError or RenderError, of a line each, for what cannot be played."""
+        """Raises ConfigError, EnvError, DataError or RenderError, one line per problem."""
         if config.env.name is None:
             raise ConfigError(
-                [f"env.name: must be given; one of {', '.join(sorted(BUILT_IN))}, or module:Class"]
+                f"env.name: must be given; one of {', '.join(sorted(BUILT_IN))}, or module:Class"
             )
         env = find_env(config.env.name)
         check_options(env, config.env.options)
-        rows = load_data(config.data, env, config.train.seed)
+        train_rows, eval_rows = load_data(config.data, env, config.train.seed)
         renderer = Renderer.for_model(
             config.model.path, config.rollout.mode, config.rollout.template
         )
         check_vocabulary(renderer, config)
-        return cls(config, env, renderer, *rows)
+        return cls(config, env, renderer, train_rows, eval_rows)
 
     def stream(self) -> PromptStream:
         return PromptStream(self.train_rows, self.config.train.seed, self.config.data.shuffle)
@@ -51,42 +52,40 @@ class Task:
     def eval_prompts(self) -> list[Prompt]:
         if not self.eval_rows:
             raise DataError(
-                [
-                    "data.held_out = 0: there is nothing to evaluate on; hold out rows or give data.eval"
-                ]
+                "data.held_out = 0: there is nothing to evaluate on; "
+                "hold out rows or give data.eval"
             )
         return [Prompt(i, row) for i, row in enumerate(self.eval_rows[: self.config.eval.prompts])]
 
     def demonstrations(self) -> list[Group]:
-        """Raises EnvError where the environment has none, or none that can be trained on."""
+        """Raises EnvError if the environment has none, or returns invalid ones."""
         count = self.config.warm_start.trajectories
         if not count:
             return []
-        what = f"warm_start.trajectories = {count}: {self.env.__name__}.demonstrations"
+        method = f"warm_start.trajectories = {count}: {self.env.__name__}.demonstrations"
         try:
             groups = self.env.demonstrations(count, self.config.train.seed, self.renderer)
         except EnvError as error:
             raise EnvError(one_line(error)) from None
-        except (Exception, SystemExit) as error:  # whatever an environment does
-            raise EnvError(f"{what} raised {told(error)}") from None
-        self._check_demonstrations(groups, what)
+        except (Exception, SystemExit) as error:  # the environment's own code
+            raise EnvError(f"{method} raised {describe(error)}") from None
+        self._check_demonstrations(groups, method)
         return groups
 
-    def _check_demonstrations(self, groups: Any, what: str) -> None:
-        if (
-            not isinstance(groups, list)
-            or not groups
-            or not all(isinstance(group, Group) for group in groups)
-        ):
+    def _check_demonstrations(self, groups: Any, method: str) -> None:
+        is_list = isinstance(groups, list) and len(groups) > 0
+        if not is_list or not all(isinstance(group, Group) for group in groups):
             raise EnvError(
-                f"{what} returned {short(groups)}; a list of megastep.types.Group is needed"
+                f"{method} returned {shorten(groups)}; a list of megastep.types.Group is needed"
             )
         try:
             validate(groups, vocab=read_architecture(self.config.model.path).vocab)
         except RolloutError as error:
-            raise EnvError(f"{what}: {error.summary()}") from None
-        except Exception as error:  # fields of other types than theirs
-            raise EnvError(f"{what} returned groups that cannot be read: {told(error)}") from None
+            raise EnvError(f"{method}: {error.summary()}") from None
+        except Exception as error:  # a field of the wrong type
+            raise EnvError(
+                f"{method} returned groups that cannot be read: {describe(error)}"
+            ) from None
 
     def pool(self, generate: Generate) -> Pool:
         return self._pool(generate, self.config.rollout, "train")
@@ -94,8 +93,9 @@ class Task:
     def eval_pool(self, generate: Generate) -> Pool:
         return self._pool(generate, self.config.eval, "eval")
 
-    def _pool(self, generate: Generate, sampled: RolloutConfig | EvalConfig, label: str) -> Pool:
-        config, rollout = self.config, self.config.rollout
+    def _pool(self, generate: Generate, settings: RolloutConfig | EvalConfig, label: str) -> Pool:
+        config = self.config
+        rollout = config.rollout
         limits = Limits(
             max_turns=rollout.max_turns,
             max_prompt_tokens=config.prompt_tokens(read_architecture(config.model.path)),
@@ -105,18 +105,18 @@ class Task:
         )
         sampling = Sampling(
             max_tokens=rollout.max_response_tokens,
-            temperature=sampled.temperature,
-            top_p=sampled.top_p,
-            top_k=sampled.top_k,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
         )
-        # Prompts of both are numbered from 0: the label keeps their seeds apart.
+        # Training and evaluation prompts are both numbered from 0: the label separates their seeds.
         agent = Agent(
             generate, self.renderer, limits, sampling, seed=f"{label}/{config.train.seed}"
         )
         return Pool(
             agent,
             self.env,
-            sampled.samples_per_prompt,
+            settings.samples_per_prompt,
             rollout.concurrency,
             config.env.options,
             label,
@@ -124,7 +124,7 @@ class Task:
 
 
 def check_vocabulary(renderer: Renderer, config: Config) -> None:
-    """A token without a row in the embedding fails in a rank or an engine, in the middle of a run."""
+    """A token id outside the embedding would fail in a rank or an engine during the run."""
     vocab = read_architecture(config.model.path).vocab
     highest = max(renderer.tokenizer.get_vocab().values())
     if highest >= vocab:

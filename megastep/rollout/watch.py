@@ -1,7 +1,8 @@
-"""How long environments hold the event loop. All episodes share it: while one computes or sleeps in it, none goes on.
+"""Detect environments that block the event loop, which all episodes share.
 
-A coroutine runs in stretches, from one await to the next. `timed` drives it as `await` does and measures each of them.
-A stretch that does not end is told of by a thread, which looks at the one that is open every LOOK_EVERY_S.
+A coroutine holds the event loop from one await to the next: one blocked interval. `timed` drives a
+coroutine as `await` does and measures each interval. A daemon thread checks the current interval
+every CHECK_EVERY_S and warns while it lasts, since one that never ends is never measured.
 """
 
 import contextlib
@@ -11,102 +12,116 @@ import threading
 import time
 import types
 from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NamedTuple
 
-STRETCH_S = 0.5  # a stretch of this length blocks; less may be the machine's
+BLOCKED_S = 0.5  # an interval of this length is reported; a shorter one may be the machine's
 WINDOW_S = 10.0
-SHARE = 0.5  # of the time, in however short stretches
-OPEN_S = (5.0, 60.0)  # ages at which a stretch that is still open is told of
-LOOK_EVERY_S = 1.0
+MAX_BLOCKED_FRACTION = 0.5  # of WINDOW_S, over intervals of any length
+WARN_AFTER_S = (5.0, 60.0)  # warn when the current interval reaches these lengths
+CHECK_EVERY_S = 1.0
 
-Stretch = tuple[Callable[[], str], float]  # who it is, and when it began
-_open: dict[int, Stretch] = {}  # by thread: the stretch that its event loop is in
+
+class Interval(NamedTuple):
+    who: Callable[[], str]  # called only for a warning
+    start_s: float
+
+
+_current: dict[int, Interval] = {}  # by thread: the interval its event loop is in
 
 
 @types.coroutine
-def timed(call: Coroutine, who: Callable[[], str], on_stretch: Callable[[float], None]):
-    """The result of `call`; `on_stretch` hears the seconds of each stretch. `who` is asked if one does not end."""
+def timed(call: Coroutine, who: Callable[[], str], on_interval: Callable[[float], None]):
+    """Await `call` and pass the seconds of each blocked interval to `on_interval`."""
     _start_watching()
     thread = threading.get_ident()
-    proceed, value = call.send, None
+    resume: Callable[[Any], Any] = call.send
+    value: Any = None
     while True:
-        begin = time.perf_counter()
-        _open[thread] = (who, begin)
+        start_s = time.perf_counter()
+        _current[thread] = Interval(who, start_s)
         try:
-            awaited = proceed(value)
+            awaited = resume(value)
         except StopIteration as end:
             return end.value
         finally:
-            _open.pop(thread, None)
-            on_stretch(time.perf_counter() - begin)
+            _current.pop(thread, None)
+            on_interval(time.perf_counter() - start_s)
         try:
-            proceed, value = call.send, (yield awaited)
-        except BaseException as error:  # cancellation, too, is the coroutine's to see
-            proceed, value = call.throw, error
+            value = yield awaited
+            resume = call.send
+        except BaseException as error:  # the coroutine must also see cancellation
+            value = error
+            resume = call.throw
 
 
 @contextlib.contextmanager
-def open_stretch(who: Callable[[], str]) -> Iterator[None]:
-    """What runs in the block is told of if it does not end."""
+def watched(who: Callable[[], str]) -> Iterator[None]:
+    """Warn while the block holds the event loop."""
     _start_watching()
     thread = threading.get_ident()
-    _open[thread] = (who, time.perf_counter())
+    _current[thread] = Interval(who, time.perf_counter())
     try:
         yield
     finally:
-        _open.pop(thread, None)
+        _current.pop(thread, None)
 
 
 @functools.cache
 def _start_watching() -> None:
-    """Once per process; a daemon, so that it holds up no end."""
+    """Once per process."""
     threading.Thread(target=_watch, name="event loop watch", daemon=True).start()
 
 
 def _watch() -> None:
-    told: dict[
-        int, tuple[Stretch, int]
-    ] = {}  # by thread: the last stretch, and how often it was told of
+    last: dict[int, Interval] = {}  # by thread
+    warnings: dict[int, int] = {}  # by thread: how many for its last interval
     while True:
-        time.sleep(LOOK_EVERY_S)
-        for thread, stretch in list(_open.items()):
-            last, times = told.get(thread, (None, 0))
-            times = times if stretch is last else 0
-            told[thread] = (stretch, times)
-            age_s = time.perf_counter() - stretch[1]
-            if times < len(OPEN_S) and age_s >= OPEN_S[times]:
-                told[thread] = (stretch, times + 1)
+        time.sleep(CHECK_EVERY_S)
+        for thread, interval in list(_current.items()):
+            if interval is not last.get(thread):
+                last[thread] = interval
+                warnings[thread] = 0
+            count = warnings[thread]
+            blocked_s = time.perf_counter() - interval.start_s
+            if count < len(WARN_AFTER_S) and blocked_s >= WARN_AFTER_S[count]:
+                warnings[thread] += 1
                 warn(
-                    f"{stretch[0]()} has held the event loop for {age_s:.0f} s and goes on; every other episode waits"
+                    f"{interval.who()} has blocked the event loop for {blocked_s:.0f} s and still "
+                    "does; every other episode waits"
                 )
 
 
 class LoopWatch:
-    """Warns, once, of an environment that holds the loop for long at a stretch or for most of the time."""
+    """Warns once of an environment that blocks the event loop at length or too often."""
 
     def __init__(self):
         self._warned = False
-        self._window, self._held_s = time.perf_counter(), 0.0
+        self._window_start_s = time.perf_counter()
+        self._blocked_s = 0.0  # within the window
 
-    def add(self, name: str, method: str, stretch_s: float) -> None:
-        self._held_s += stretch_s
-        if stretch_s >= STRETCH_S:
+    def add(self, name: str, method: str, interval_s: float) -> None:
+        self._blocked_s += interval_s
+        if interval_s >= BLOCKED_S:
             self._warn(
-                f"environment {name}: {method}() held the event loop for {stretch_s:.1f} s at a stretch"
+                f"environment {name}: {method}() blocked the event loop for {interval_s:.1f} s"
             )
-        elapsed = time.perf_counter() - self._window
-        if elapsed < WINDOW_S:
+        now_s = time.perf_counter()
+        elapsed_s = now_s - self._window_start_s
+        if elapsed_s < WINDOW_S:
             return
-        if self._held_s >= SHARE * elapsed:
+        if self._blocked_s >= MAX_BLOCKED_FRACTION * elapsed_s:
             self._warn(
-                f"environment {name}: held the event loop for {self._held_s:.1f} of the last {elapsed:.1f} s"
+                f"environment {name}: blocked the event loop for {self._blocked_s:.1f} of the "
+                f"last {elapsed_s:.1f} s"
             )
-        self._window, self._held_s = time.perf_counter(), 0.0
+        self._window_start_s = now_s
+        self._blocked_s = 0.0
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
             warn(
-                f"{what}, and every other episode waited; await what takes long, or put it in a thread "
+                f"{problem}, and every other episode waited; await slow work or run it in a thread "
                 "(megastep.rollout.env.in_thread)"
             )
 

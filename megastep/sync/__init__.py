@@ -1,1 +1,1 @@
-"""Weights between Hugging Face files, Megatron's shards and the rollout engines."""
+"""Weight sync: the policy's weights into the rollout engines."""

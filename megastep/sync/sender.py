@@ -1,18 +1,28 @@
-"""A push: the policy's weights, whatever its layout, into every engine, bucket by bucket, without touching disk.
+"""Weight sync: the policy's weights, under any parallel layout, into every engine, without disk.
 
-    shm    one machine, no GPU needed. Every rank copies the cuts it holds to where they belong in a segment of shared
-           memory, so nothing is gathered; engines load one half while the ranks fill the other.
-    nccl   engines on GPUs of their own: rank 0 broadcasts to all of them        } vLLM's own senders, fed with
-    ipc    engines on the policy's GPUs: each rank hands over its GPU's memory   } `gathered_hf`; not run on a GPU
+    shm    one node, no GPU needed. Every rank copies its shards into place in a segment of shared
+           memory, nothing is gathered; engines load one half while the ranks fill the other.
+    nccl   disaggregated engines: rank 0 broadcasts to all of them        } vLLM's senders, fed by
+    ipc    colocated engines: each rank hands over its GPU's memory       } `gather_hf`; not run on
+                                                                          } a GPU yet
+On every policy rank:
 
-A push has a version, the number of optimizer steps behind the weights, and every engine knows its own. Memory: two
-buckets (shm), or vLLM's send buffers of a bucket each; a tensor larger than `sync.bucket_mb` goes alone.
+    sender = Sender(worker.chunks, worker.arch, config, backend="shm")
+    for batches in rollouts:
+        worker.update(batches)                          # optimizer step `worker.step`
+        # the driver has paused the engines
+        sender.send(engines, version=worker.step)       # collective
+        # the driver resumes them: they sample with weight version `worker.step`
 
-Engines are Ray actors with the methods that `Engines` calls; this module knows nothing else of them.
+The weight version is the number of optimizer steps; every engine keeps its own. Memory: two buckets
+(shm), or vLLM's send buffers of one bucket each; a tensor larger than `sync.bucket_mb` is a bucket.
+
+Engines are Ray actors with the methods that `Engines` calls.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 import torch
@@ -27,26 +37,31 @@ from megastep.errors import SyncError
 from megastep.models.architecture import Architecture
 from megastep.sync import shm
 from megastep.sync.checksum import add, checksum
-from megastep.weights.mapping import Row, pieces_of
+from megastep.weights.mapping import ParamMapping, hf_slices
 from megastep.weights.megatron import (
+    Holder,
+    Holders,
     buckets_of,
-    cut_of,
     find_holders,
-    gathered_hf,
-    holders_needed,
-    local_cuts,
+    gather_hf,
+    local_shards,
+    shard_holders,
+    shard_of,
 )
 
-_ALIGN = 64  # bytes; vLLM's packing reads the tensors where they lie
+_ALIGN = 64  # bytes; vLLM packs the tensors directly from the segment
 
 
 class Engines:
-    """The control plane of a push, on rank 0. An engine that dies or hangs drops out; the others go on."""
+    """The control plane of a weight sync, on rank 0.
 
-    def __init__(self, handles: list, version: int, tensor: int, timeout_s: float):
+    An engine that dies or hangs is dropped; the sync continues with the others.
+    """
+
+    def __init__(self, handles: list, version: int, tensor_parallel: int, timeout_s: float):
         self.handles = list(handles)
         self.version = version
-        self.tensor = tensor  # workers of one engine
+        self.tensor_parallel = tensor_parallel  # workers per engine
         self.timeout_s = timeout_s
 
     def call(self, method: str, *arguments) -> list:
@@ -62,19 +77,20 @@ class Engines:
                 results.append(ray.get(reference, timeout=self.timeout_s))
             except (RayActorError, OutOfMemoryError, GetTimeoutError) as error:
                 if isinstance(error, GetTimeoutError):
-                    ray.kill(handle)  # with half of its weights it must not serve
+                    ray.kill(handle)  # it must not serve with half of the weights
                 if handle in self.handles:
                     self.handles.remove(handle)
         return results
 
-    # The names that vLLM's senders call.
+    # Called by vLLM's senders.
 
     def init_weight_transfer_engine(self, info: dict) -> None:
         calls = []
         for index, handle in enumerate(self.handles):
-            # Each engine's workers follow those of the engine before in the nccl group.
-            own = {"rank_offset": 1 + index * self.tensor} if "rank_offset" in info else {}
-            calls.append((handle, handle.init_weight_transfer.remote({**info, **own})))
+            own_info = dict(info)
+            if "rank_offset" in info:  # in the nccl group: rank 0, then engine by engine
+                own_info["rank_offset"] = 1 + index * self.tensor_parallel
+            calls.append((handle, handle.init_weight_transfer.remote(own_info)))
         self.collect(calls)
 
     def start_weight_update(self) -> None:
@@ -88,36 +104,38 @@ class Engines:
 
 
 class Sender:
-    """One rank's part in every push. Collective: all ranks make one, and call `push` with the same arguments."""
+    """One rank's side of the weight sync. Collective: every rank makes the same calls."""
 
     def __init__(self, chunks: list, arch: Architecture, config: Config, backend: str):
-        self.chunks, self.arch, self.sync = chunks, arch, config.sync
-        self.backend, self.engine = backend, config.engine
-        self._route, self._route_to = None, None  # open to these engines
+        self.chunks = chunks
+        self.arch = arch
+        self.sync = config.sync
+        self.engine = config.engine
+        self.backend = backend
+        self._transport: ShmTransport | VllmTransport | None = None
+        self._engine_ids: list[str] | None = None  # that the transport is connected to
 
     def send(self, handles: list, version: int) -> None:
-        """Give every engine the weights of this moment. Engines should be paused, or not serving yet."""
+        """Send the current weights to every engine, which must be paused or not serving yet."""
         engines = Engines(
             handles, version, self.engine.tensor_parallel, self.engine.request_timeout_s
         )
         ids = [handle._actor_id.hex() for handle in handles]
-        if self._route_to != ids:
-            self._route, self._route_to = self._open(engines), ids
-        sent = self._route.send(engines)
-        problem = (
-            _first_difference(sent, engines.call("received_checksums"))
-            if sent and _rank() == 0
-            else None
-        )
-        problems = [problem]
-        dist.broadcast_object_list(problems, src=0)
-        if problems[0]:
-            raise SyncError(problems[0])
+        if self._transport is None or self._engine_ids != ids:
+            self._transport = self._connect(engines)
+            self._engine_ids = ids
+        sent = self._transport.send(engines)
+        problem: list[str | None] = [None]
+        if sent and _rank() == 0:
+            problem[0] = _first_difference(sent, engines.call("received_checksums"))
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0]:
+            raise SyncError(problem[0])
 
-    def _open(self, engines: Engines):
+    def _connect(self, engines: Engines) -> "ShmTransport | VllmTransport":
         if self.backend == "shm":
-            return ShmRoute(self, engines)
-        return VllmRoute(self, engines)
+            return ShmTransport(self, engines)
+        return VllmTransport(self, engines)
 
 
 def _rank() -> int:
@@ -125,11 +143,11 @@ def _rank() -> int:
 
 
 def _first_difference(sent: dict[str, int], received: list[list[dict[str, int]]]) -> str | None:
-    """Each engine answers with one table per worker."""
-    for table in (table for engine in received for table in engine):
-        for name in sorted(sent.keys() | table.keys()):
-            if sent.get(name) != table.get(name):
-                return f"sync.verify: tensor {name} arrived with another checksum than it was sent with"
+    """A message for the first mismatch. received: by engine, then by worker."""
+    for worker_sums in (sums for engine_sums in received for sums in engine_sums):
+        for name in sorted(sent.keys() | worker_sums.keys()):
+            if sent.get(name) != worker_sums.get(name):
+                return f"sync.verify: checksum mismatch in tensor {name}"
     return None
 
 
@@ -138,102 +156,107 @@ def _first_difference(sent: dict[str, int], received: list[list[dict[str, int]]]
 
 @dataclass(frozen=True)
 class Slot:
-    """Where an HF tensor lies in a half of the segment."""
+    """The place of an HF tensor in a half of the segment."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    offset: int
+    offset: int  # bytes
 
 
 @dataclass(frozen=True)
 class Bucket:
-    rows: list[Row]
+    mappings: list[ParamMapping]
     slots: dict[str, Slot]
     nbytes: int
 
 
-class ShmRoute:
-    """Two halves: engines load one while the ranks fill the other."""
+class ShmTransport:
+    """A segment of two halves: engines load one while the ranks fill the other."""
 
     def __init__(self, sender: Sender, engines: Engines):
-        self.sender, self.arch = sender, sender.arch
+        self.arch = sender.arch
+        self.verify = sender.sync.verify
         self.place = parallel.place()
-        self.local = local_cuts(sender.chunks, self.arch)
+        self.local = local_shards(sender.chunks, self.arch)
         self.holders = find_holders(self.local)
-        rows = buckets_of(self.arch, self.holders, sender.sync.bucket_mb << 20)
-        self.buckets = [_lay_out(bucket, self.holders) for bucket in rows]
-        self.half = max(bucket.nbytes for bucket in self.buckets)
-        self.memory = self._invite(engines)
+        self.buckets = [
+            _lay_out(mappings, self.holders)
+            for mappings in buckets_of(self.arch, self.holders, sender.sync.bucket_mb << 20)
+        ]
+        self.half_bytes = max(bucket.nbytes for bucket in self.buckets)
+        self.memory = self._attach(engines)  # [2 × half_bytes]
 
-    def _invite(self, engines: Engines) -> Tensor:
-        size, name = 2 * self.half, [None]
+    def _attach(self, engines: Engines) -> Tensor:
+        """Map one segment into every rank and every engine."""
+        nbytes = 2 * self.half_bytes
         if self.place.rank:
-            dist.broadcast_object_list(name, src=0)
-            memory = shm.join(name[0], size)
+            received: list = [None]
+            dist.broadcast_object_list(received, src=0)
+            memory = shm.attach(received[0], nbytes)
             dist.barrier()
             return memory
-        with shm.invitation(size) as path:
+        with shm.create(nbytes) as path:
             dist.broadcast_object_list([path], src=0)
-            memory = shm.join(path, size)
+            memory = shm.attach(path, nbytes)
             dist.barrier()
-            engines.init_weight_transfer_engine({"path": path, "nbytes": size})
+            engines.init_weight_transfer_engine({"path": path, "nbytes": nbytes})
         return memory
 
     def send(self, engines: Engines) -> dict[str, int] | None:
-        """The checksums of what was sent, on rank 0, if they are wanted."""
+        """Send every bucket; returns the checksums by HF name if sync.verify is set."""
         sums: dict[str, int] = {}
-        loading: list = [None, None]  # by half: calls of the engines that read it
+        loading: list[list[tuple]] = [[], []]  # by half: pending calls of the engines
         if self.place.rank == 0:
             engines.start_weight_update()
         for index, bucket in enumerate(self.buckets):
             half = index % 2
-            if loading[half]:
-                engines.collect(loading[half])
+            start = half * self.half_bytes
+            engines.collect(loading[half])
             dist.barrier()  # the half is free
-            self._fill(bucket, half * self.half, sums)
+            self._fill(bucket, start, sums)
             dist.barrier()  # all ranks have written
             if self.place.rank == 0:
-                loading[half] = engines.submit(
-                    "update_weights", _describe(bucket, half * self.half)
-                )
+                loading[half] = engines.submit("update_weights", _describe(bucket, start))
         if self.place.rank == 0:
-            for calls in filter(None, loading):
+            for calls in loading:
                 engines.collect(calls)
             engines.finish_weight_update()
-        return _sum_over_ranks(sums) if self.sender.sync.verify else None
+        return _sum_over_ranks(sums) if self.verify else None
 
     def _fill(self, bucket: Bucket, start: int, sums: dict[str, int]) -> None:
-        for index, row in enumerate(bucket.rows):
-            cut, _ = cut_of(row, self.place)
-            cuts = holders_needed(row, self.holders)
-            local = self.local.get(row.megatron)
-            if local is None or not self._is_mine(
-                cuts[cut if row.form.axis is not None else 0], index
-            ):
+        """Copy this rank's shards of the bucket to `start` of the segment."""
+        for index, mapping in enumerate(bucket.mappings):
+            local = self.local.get(mapping.megatron)
+            if local is None:
                 continue
-            for piece in pieces_of(row, local, self.arch, cut):
-                slot = bucket.slots[piece.name]
-                piece.into(_view(self.memory, slot, start))
-                if self.sender.sync.verify:
+            shard, _ = shard_of(mapping, self.place)
+            is_sharded = mapping.sharding.axis is not None
+            replicas = shard_holders(mapping, self.holders)[shard if is_sharded else 0]
+            if not self._copies(replicas, index):
+                continue
+            for part in hf_slices(mapping, local, self.arch, shard):
+                slot = bucket.slots[part.name]
+                part.copy_into(_view(self.memory, slot, start))
+                if self.verify:
                     columns = torch.Size(slot.shape[1:]).numel()
-                    sums[piece.name] = add(
-                        sums.get(piece.name, 0), checksum(piece.tensor, piece.offset, columns)
-                    )
+                    term = checksum(part.tensor, part.offset, columns)
+                    sums[part.name] = add(sums.get(part.name, 0), term)
 
-    def _is_mine(self, replicas: list, index: int) -> bool:
-        """The ranks that hold the same cut share the copying."""
+    def _copies(self, replicas: list[Holder], index: int) -> bool:
+        """Whether this rank copies the shard: its holders divide parameters round-robin."""
         return replicas[index % len(replicas)].rank == self.place.rank
 
 
-def _lay_out(rows: list[Row], holders: dict) -> Bucket:
-    slots, end = {}, 0
-    for row in rows:
-        dtype = holders[row.megatron][0][0].dtype
-        for name, shape in row.hf:
+def _lay_out(mappings: list[ParamMapping], holders: Holders) -> Bucket:
+    slots = {}
+    end = 0  # bytes
+    for mapping in mappings:
+        dtype = holders[mapping.megatron][0][0].dtype
+        for name, shape in mapping.hf:
             slots[name] = Slot(name, shape, dtype, end)
             end += -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGN) * _ALIGN
-    return Bucket(rows, slots, end)
+    return Bucket(mappings, slots, end)
 
 
 def _view(memory: Tensor, slot: Slot, start: int) -> Tensor:
@@ -241,7 +264,8 @@ def _view(memory: Tensor, slot: Slot, start: int) -> Tensor:
     return memory[start + slot.offset :][:nbytes].view(slot.dtype).view(slot.shape)
 
 
-def _describe(bucket: Bucket, start: int) -> dict:
+def _describe(bucket: Bucket, start: int) -> dict[str, list]:
+    """The bucket at `start` of the segment, as a ShmBucket."""
     slots = bucket.slots.values()
     return {
         "names": [slot.name for slot in slots],
@@ -252,23 +276,26 @@ def _describe(bucket: Bucket, start: int) -> dict:
 
 
 def _sum_over_ranks(sums: dict[str, int]) -> dict[str, int]:
-    everywhere: list = [None] * parallel.place().world
-    dist.all_gather_object(everywhere, sums)
-    names = {name for part in everywhere for name in part}
-    return {name: add(*(part.get(name, 0) for part in everywhere)) for name in names}
+    gathered: list = [None] * parallel.place().world
+    dist.all_gather_object(gathered, sums)
+    total: dict[str, int] = {}
+    for rank_sums in gathered:
+        for name, term in rank_sums.items():
+            total[name] = add(total.get(name, 0), term)
+    return total
 
 
-# ---------------------------------------------------------------- GPUs, through vLLM's own senders
+# ---------------------------------------------------------------- GPUs, through vLLM's senders
 
 
-class VllmRoute:
-    """vLLM's `nccl` or `ipc`. Written against vLLM 0.30, not run on a GPU."""
+class VllmTransport:
+    """vLLM's `nccl` or `ipc`. Written against vLLM 0.30, not run on a GPU yet."""
 
     def __init__(self, sender: Sender, engines: Engines):
         self.sender = sender
-        self.source = _source(sender)
-        make = self._nccl if sender.backend == "nccl" else self._ipc
-        self.trainer = make(engines, sender.sync.bucket_mb << 20)
+        self.source: Any = _source(sender)
+        connect = self._nccl if sender.backend == "nccl" else self._ipc
+        self.trainer = connect(engines, sender.sync.bucket_mb << 20)
 
     def send(self, engines: Engines) -> dict[str, int] | None:
         self.trainer.client = engines
@@ -276,7 +303,7 @@ class VllmRoute:
         self.trainer.send_weights()
         return self.source.sums
 
-    def _nccl(self, engines: Engines, buffer_bytes: int):
+    def _nccl(self, engines: Engines, buffer_bytes: int) -> Any:
         from vllm.distributed.weight_transfer.nccl_engine import (
             NCCLTrainerInitInfo,
             NCCLTrainerWeightTransferEngine,
@@ -287,14 +314,14 @@ class VllmRoute:
             rank=_rank(),
             master_address=address,
             master_port=port,
-            world_size=1 + len(engines.handles) * engines.tensor,
+            world_size=1 + len(engines.handles) * engines.tensor_parallel,
             packed_buffer_size_bytes=buffer_bytes,
         )
         return NCCLTrainerWeightTransferEngine.trainer_init(
             info, client=engines, source=self.source
         )
 
-    def _ipc(self, engines: Engines, buffer_bytes: int):
+    def _ipc(self, engines: Engines, buffer_bytes: int) -> Any:
         from vllm.distributed.weight_transfer.ipc_engine import (
             IPCTrainerInitInfo,
             IPCTrainerWeightTransferEngine,
@@ -304,26 +331,25 @@ class VllmRoute:
         return IPCTrainerWeightTransferEngine.trainer_init(info, client=engines, source=self.source)
 
 
-def _source(sender: Sender):
-    """The model as vLLM's senders want it; made here because the base class is vLLM's, which takes long to import."""
+def _source(sender: Sender) -> Any:
+    """The model as vLLM's WeightSource; defined here because vLLM takes seconds to import."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     class MegatronSource(WeightSource):
         sums: dict[str, int] | None = None
 
         def metadata(self) -> list:
-            holders = find_holders(local_cuts(sender.chunks, sender.arch))
-            rows = (row for bucket in buckets_of(sender.arch, holders, 1 << 62) for row in bucket)
+            holders = find_holders(local_shards(sender.chunks, sender.arch))
+            (mappings,) = buckets_of(sender.arch, holders, bucket_bytes=1 << 62)
             return [
-                ParamMeta(name, holders[row.megatron][0][0].dtype, shape)
-                for row in rows
-                for name, shape in row.hf
+                ParamMeta(name, holders[mapping.megatron][0][0].dtype, shape)
+                for mapping in mappings
+                for name, shape in mapping.hf
             ]
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in gathered_hf(
-                sender.chunks, sender.arch, sender.sync.bucket_mb << 20
-            ):
+            bucket_bytes = sender.sync.bucket_mb << 20
+            for name, tensor in gather_hf(sender.chunks, sender.arch, bucket_bytes):
                 if self.sums is not None:
                     self.sums[name] = checksum(tensor)
                 yield name, tensor
@@ -332,5 +358,5 @@ def _source(sender: Sender):
 
 
 def _own_address() -> tuple[str, int]:
-    """Where rank 0 waits for the engines; the other ranks' answer is not used."""
+    """The rendezvous address on rank 0; that of other ranks is not used."""
     return ray.util.get_node_ip_address(), free_port()

@@ -1,7 +1,7 @@
-"""Shared memory that needs no cleaning up.
+"""Shared memory that needs no cleanup.
 
-A segment has a name (a file in /dev/shm) only while processes are invited to map it. Then the name is removed, and
-the kernel frees the memory when the last of them has ended, however it ends.
+A segment has a name (a file in /dev/shm) only while processes attach to it. Then the name is
+removed, and the kernel frees the memory when the last attached process ends, however it ends.
 """
 
 import os
@@ -17,8 +17,8 @@ FOLDER = Path("/dev/shm")
 
 
 @contextmanager
-def invitation(nbytes: int) -> Iterator[str]:
-    """A new segment's name, for as long as the block runs."""
+def create(nbytes: int) -> Iterator[str]:
+    """The path of a new segment, valid inside the block."""
     path = FOLDER / f"megastep-{os.getpid()}-{secrets.token_hex(4)}"
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -29,10 +29,10 @@ def invitation(nbytes: int) -> Iterator[str]:
         path.unlink()
 
 
-def join(path: str, nbytes: int) -> Tensor:
-    """The segment's bytes [nbytes], shared with everyone who joins."""
+def attach(path: str, nbytes: int) -> Tensor:
+    """The segment as a tensor of bytes [nbytes], shared by all attached processes."""
     if not os.path.exists(path):
         raise FileNotFoundError(
-            f"{path}: not on this machine; sync.backend=shm needs policy and engines on one node"
+            f"{path}: not on this node; sync.backend=shm needs policy and engines on one node"
         )
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)

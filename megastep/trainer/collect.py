@@ -119,7 +119,7 @@ def _generate(
             cluster.policy.load(checkpoint)
             cluster.sync()
         pool = make_pool(cluster.engines.generate)
-        with RolloutProgress(len(prompts) * pool.samples, file=sys.stderr) as bar:
+        with RolloutProgress(len(prompts) * pool.samples_per_prompt, file=sys.stderr) as bar:
 
             def on_trajectory(trajectory: Trajectory) -> None:
                 bar.add(sampled_tokens(trajectory), succeeded(trajectory))

@@ -215,7 +215,7 @@ class Loop:
                 taken = self.stream.take(self.step - 1, more, meanwhile=self.seal)
             groups += taken.groups
             check_not_all_failed(groups)
-            fresh, stale = self.staleness.drop_stale(taken.groups, self.max_stale_versions)
+            fresh, stale = self.staleness.drop_stale(taken.groups, self.stream.staleness_limit)
             passed, filtered = filters.apply(fresh, self.config)
             kept += passed
             dropped += filtered + stale
@@ -224,12 +224,8 @@ class Loop:
         self.keep_rollouts(groups)
         metrics = rollout_metrics(groups) | dict(counts)
         metrics |= filter_metrics(dropped, count_trajectories(groups))
-        metrics |= self.staleness.metrics(kept, self.max_stale_versions)
+        metrics |= self.staleness.metrics(kept, self.stream.staleness_limit)
         return kept, metrics | {"rollout/tokens_per_s": self.stream.tokens_per_s()}
-
-    @property
-    def max_stale_versions(self) -> int:
-        return self.stream.max_staleness_versions
 
     def keep_rollouts(self, groups: list[Group]) -> None:
         """Rollout files: all groups every `run.rollouts_every` steps, a few for the report."""

@@ -38,7 +38,7 @@ from megastep.files import atomic_write
 from megastep.models.architecture import read_architecture
 from megastep.report.run_report import LATEST
 from megastep.weights.hf_files import HFReader
-from megastep.weights.mapping import check_shape, rows_of
+from megastep.weights.mapping import check_shape, param_mappings
 
 _ORIGIN, _LOCK = "origin.json", "lock"
 
@@ -224,6 +224,6 @@ def check_weights_fit(config: Config) -> None:
     if config.model.init != "hf":
         return
     reader = HFReader(config.model.path)
-    for row in rows_of(read_architecture(config.model.path)).values():
-        for name, shape in row.hf:
+    for mapping in param_mappings(read_architecture(config.model.path)).values():
+        for name, shape in mapping.hf:
             check_shape(name, reader.shape(name), shape)

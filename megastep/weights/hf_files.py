@@ -1,7 +1,7 @@
 """A Hugging Face model folder: read tensor by tensor, written shard by shard.
 
-Reading keeps one shard mapped at a time; writing holds the tensors of one shard. A folder is written
-beside its destination and renamed into place, so that a killed run leaves no half of a model behind.
+A shard is one safetensors file. Reading maps one shard at a time; writing holds the tensors of one
+shard. A folder is written next to its destination and renamed: a killed run leaves no half model.
 """
 
 import json
@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,17 +20,20 @@ from torch import Tensor
 from megastep.errors import WeightsError
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
 class HFReader:
-    """`reader(name)` returns one tensor; a missing one is a WeightsError that names it."""
+    """`reader(name)` returns one tensor, or raises a WeightsError that names it."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.file_of = self._index()
-        self._open_name, self._open, self._names = None, None, set()
+        self._open_name: str | None = None
+        self._open: Any = None  # the shard `_open_name`, mapped
+        self._names: set[str] = set()  # of its tensors
 
     def _index(self) -> dict[str, str]:
         index = self.folder / INDEX
@@ -69,7 +73,8 @@ class HFReader:
             raise WeightsError(f"{self.folder}: tensor {name} is missing")
         file = self.file_of[name]
         if file != self._open_name:
-            self._open_name, self._open = file, self._opened(file)
+            self._open_name = file
+            self._open = self._opened(file)
             self._names = set(self._open.keys())
         if name not in self._names:
             raise WeightsError(
@@ -79,8 +84,8 @@ class HFReader:
 
 
 @contextmanager
-def written_beside(destination: str | Path) -> Iterator[Path]:
-    """A new folder to write into; it takes its name only when the block ends well."""
+def written_atomically(destination: str | Path) -> Iterator[Path]:
+    """A temporary folder to write into, renamed to `destination` unless the block raises."""
     destination = Path(destination)
     check_empty(destination)
     partial = destination.with_name(f"{destination.name}.partial")
@@ -92,7 +97,7 @@ def written_beside(destination: str | Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if destination.exists():
-        destination.rmdir()  # empty, see above
+        destination.rmdir()  # empty: check_empty
     os.replace(partial, destination)
 
 
@@ -103,64 +108,59 @@ def check_empty(folder: str | Path) -> None:
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> int:
-    """Write tensors as `model-00001-of-0000N.safetensors` with an index; returns the bytes of all tensors."""
-    shards: list[list[str]] = []
+    """Write tensors as `model-00001-of-0000N.safetensors` with an index; returns their bytes."""
+    shards: list[list[str]] = []  # names of the tensors in each
     pending: dict[str, Tensor] = {}
-    total = size = 0
+    pending_bytes = 0
+    total_bytes = 0
     mode = _mode_of_new_files(folder)
 
-    def flush():
-        nonlocal size
+    def flush() -> None:
+        nonlocal pending_bytes
         file = folder / f"shard-{len(shards)}"
         save_file(pending, file, metadata={"format": "pt"})
-        file.chmod(mode)  # safetensors makes files that only their owner can read
+        file.chmod(mode)  # safetensors makes files readable by their owner only
         shards.append(list(pending))
         pending.clear()
-        size = 0
+        pending_bytes = 0
 
     for name, tensor in tensors:
-        if pending and size + tensor.nbytes > shard_bytes:
+        if pending and pending_bytes + tensor.nbytes > shard_bytes:
             flush()
         pending[name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
     flush()
-    _name_shards(folder, shards, total)
-    return total
+    _name_shards(folder, shards, total_bytes)
+    return total_bytes
 
 
-def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
-    """The number of shards is in their names, so they get them last."""
+def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
+    """Rename the shards last: their names contain their number."""
     if len(shards) == 1:
         os.replace(folder / "shard-0", folder / SINGLE)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         os.replace(folder / f"shard-{i}", folder / file)
         weight_map.update(dict.fromkeys(names, file))
     (folder / INDEX).write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
     )
 
 
 def copy_companions(source: str | Path, destination: Path) -> None:
-    """Config, tokenizer and templates: every file of the folder that is not a weight."""
+    """Copy config, tokenizer and templates: every file without weights."""
     destination.mkdir(exist_ok=True)
     for file in sorted(Path(source).iterdir()):
-        is_weight = file.suffix in (
-            ".safetensors",
-            ".bin",
-            ".pt",
-            ".pth",
-            ".gguf",
-        ) or file.name.endswith(".index.json")
+        is_weight = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
         if file.is_file() and not is_weight:
             shutil.copy2(file, destination / file.name)
 
 
 def _mode_of_new_files(folder: Path) -> int:
-    """Asked by making one: the umask itself can be read only by setting it, for all threads."""
+    """Of a probe file: reading the umask would set it, for all threads."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777

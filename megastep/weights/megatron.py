@@ -1,11 +1,11 @@
-"""Weights into and out of a running Megatron model, whatever its layout, by the tables of `convert.py`.
+"""Weights into and out of a live Megatron model under any parallel layout, by `mapping.py`.
 
-Loading needs no communication: each rank reads what it holds. Exporting goes bucket by bucket: of each bucket a rank
-sends all it holds in one message.
+Loading needs no communication: each rank reads the tensors of its own shards. Export works bucket
+by bucket: each rank broadcasts its shards of a bucket in one message.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megastep.distributed import parallel
 from megastep.models.architecture import Architecture
-from megastep.weights.mapping import Row, from_megatron, rows_of, to_megatron
+from megastep.weights.mapping import ParamMapping, from_megatron, param_mappings, to_megatron
 
-# Transformer Engine's layers hold a norm inside the linear layer after it, and experts as numbered weights.
+# Transformer Engine's linear layers include the norm before them; its experts are numbered weights.
 _TE_NAMES = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), r"input_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), r"pre_mlp_layernorm.weight"),
@@ -27,16 +27,16 @@ _TE_NAMES = (
 )
 
 
-def named_rows(chunks: list, arch: Architecture) -> Iterator[tuple[Row, Tensor]]:
-    """This rank's parameters, each with its row."""
-    rows = rows_of(arch)
+def mapped_params(chunks: list, arch: Architecture) -> Iterator[tuple[ParamMapping, Tensor]]:
+    """This rank's parameters with their mappings."""
+    mappings = param_mappings(arch)
     for chunk in chunks:
         for name, param in chunk.named_parameters():
-            yield rows[global_name(name, chunk, arch)], param
+            yield mappings[global_name(name, chunk, arch)], param
 
 
 def global_name(name: str, chunk, arch: Architecture) -> str:
-    """A local parameter's name in the whole model: wrappers off, layer and expert counted from the first."""
+    """A local parameter's name in the whole model: no wrappers, global layer and expert numbers."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     for pattern, canonical in _TE_NAMES:
@@ -44,68 +44,67 @@ def global_name(name: str, chunk, arch: Architecture) -> str:
     while hasattr(chunk, "module"):
         chunk = chunk.module
 
-    def global_layer(match):
+    def global_layer(match: re.Match) -> str:
         return f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}."
 
-    def global_expert(match):
+    def global_expert(match: re.Match) -> str:
+        assert arch.experts is not None
         place = parallel.place()
-        return f"local_experts.{place.expert * arch.experts.count // place.expert_size + int(match[1])}."
+        first = place.expert * arch.experts.count // place.expert_size
+        return f"local_experts.{first + int(match[1])}."
 
     name = re.sub(r"^decoder\.layers\.(\d+)\.", global_layer, name)
     return re.sub(r"local_experts\.(\d+)\.", global_expert, name)
 
 
-def load_hf(chunks: list, arch: Architecture, read) -> None:
+def load_hf(chunks: list, arch: Architecture, read: Callable[[str], Tensor]) -> None:
     """Fill this rank's parameters from `read(hf_name) -> tensor`. No communication."""
     place = parallel.place()
     with torch.no_grad():
-        for row, param in named_rows(chunks, arch):
-            cut, cuts = cut_of(row, place)
-            param.copy_(to_megatron(row, read, arch, cut, cuts))
+        for mapping, param in mapped_params(chunks, arch):
+            shard, num_shards = shard_of(mapping, place)
+            param.copy_(to_megatron(mapping, read, arch, shard, num_shards))
 
 
 def export_hf(
     chunks: list, arch: Architecture, bucket_bytes: int = 1 << 28
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole model as HF tensors, one at a time, on rank 0; every rank must run through the iterator.
+    """The whole model as HF tensors, one at a time, on rank 0; other ranks yield nothing.
 
-    On the other ranks it yields nothing. Memory: one bucket.
+    Collective: every rank must exhaust the iterator. Memory: one bucket.
     """
-    for name, tensor in gathered_hf(chunks, arch, bucket_bytes):
+    for name, tensor in gather_hf(chunks, arch, bucket_bytes):
         if parallel.place().rank == 0:
             yield name, tensor
 
 
-def gathered_hf(
-    chunks: list, arch: Architecture, bucket_bytes: int
-) -> Iterator[tuple[str, Tensor]]:
-    """The whole model as HF tensors, one at a time, on every rank.
-
-    Each holder broadcasts its cuts of a bucket in one message.
-    """
-    local = local_cuts(chunks, arch)
+def gather_hf(chunks: list, arch: Architecture, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    """The whole model as HF tensors, one at a time, on every rank. Collective."""
+    local = local_shards(chunks, arch)
     holders = find_holders(local)
     for bucket in buckets_of(arch, holders, bucket_bytes):
-        cuts = _broadcast_cuts(bucket, local, holders)
-        for row in bucket:
-            yield from from_megatron(row, cuts[row.megatron], arch)
+        shards = _broadcast_shards(bucket, local, holders)
+        for mapping in bucket:
+            yield from from_megatron(mapping, shards[mapping.megatron], arch)
 
 
-def local_cuts(chunks: list, arch: Architecture) -> dict[str, Tensor]:
-    return {row.megatron: param.detach() for row, param in named_rows(chunks, arch)}
+def local_shards(chunks: list, arch: Architecture) -> dict[str, Tensor]:
+    return {mapping.megatron: param.detach() for mapping, param in mapped_params(chunks, arch)}
 
 
-def cut_of(row: Row, place: parallel.Place) -> tuple[int, int]:
-    return (
-        (place.expert_tensor, place.expert_tensor_size)
-        if row.is_expert
-        else (place.tensor, place.tensor_size)
-    )
+def shard_of(mapping: ParamMapping, place: parallel.Place) -> tuple[int, int]:
+    """Index and number of the tensor-parallel shards."""
+    if mapping.is_expert:
+        return place.expert_tensor, place.expert_tensor_size
+    return place.tensor, place.tensor_size
+
+
+# ---------------------------------------------------------------- which rank holds which shard
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A rank that has some cut of a parameter."""
+    """A rank that holds a given shard of a parameter."""
 
     rank: int
     shape: torch.Size
@@ -116,71 +115,107 @@ class Holder:
         return self.shape.numel() * self.dtype.itemsize
 
     @property
-    def room(self) -> int:
-        """Bytes in a message: what comes after it must be aligned, whatever its type."""
+    def padded_nbytes(self) -> int:
+        """Bytes in a message, where every shard is aligned for any dtype."""
         return -(-self.nbytes // 16) * 16
 
 
-def find_holders(local: dict[str, Tensor]) -> dict[str, list[list[Holder]]]:
-    """For every parameter and every cut of it, in order, the ranks that have it; a whole one counts as one cut."""
+Holders = dict[str, list[list[Holder]]]  # by parameter, then by shard: its replicas
+
+
+def find_holders(local: dict[str, Tensor]) -> Holders:
+    """For every parameter, for each of its shards in order, the ranks that hold it. Collective."""
     place = parallel.place()
-    everywhere: list = [None] * place.world
-    dist.all_gather_object(
-        everywhere, (place, {name: (p.shape, p.dtype) for name, p in local.items()})
-    )
+    metadata = {name: (param.shape, param.dtype) for name, param in local.items()}
+    gathered: list = [None] * place.world
+    dist.all_gather_object(gathered, (place, metadata))
     holders: dict[str, dict[int, list[Holder]]] = {}
-    for where, held in everywhere:
+    for where, held in gathered:
         for name, (shape, dtype) in held.items():
-            cut = where.expert_tensor if ".local_experts." in name else where.tensor
-            holders.setdefault(name, {}).setdefault(cut, []).append(
-                Holder(where.rank, shape, dtype)
-            )
-    return {name: [cuts[cut] for cut in sorted(cuts)] for name, cuts in holders.items()}
+            shard = where.expert_tensor if ".local_experts." in name else where.tensor
+            replicas = holders.setdefault(name, {}).setdefault(shard, [])
+            replicas.append(Holder(where.rank, shape, dtype))
+    return {name: [shards[i] for i in sorted(shards)] for name, shards in holders.items()}
 
 
-def buckets_of(arch: Architecture, holders: dict, bucket_bytes: int) -> Iterator[list[Row]]:
-    """The rows of the model in groups of at most so many bytes, in order of depth; a larger one is a group."""
-    bucket: list[Row] = []
+def shard_holders(mapping: ParamMapping, holders: Holders) -> list[list[Holder]]:
+    """For each shard that makes up the parameter, the ranks that hold it.
+
+    A replicated parameter is one shard, held by every tensor-parallel rank.
+    """
+    shards = holders[mapping.megatron]
+    if mapping.sharding.axis is not None:
+        return shards
+    return [[holder for replicas in shards for holder in replicas]]
+
+
+def buckets_of(
+    arch: Architecture, holders: Holders, bucket_bytes: int
+) -> Iterator[list[ParamMapping]]:
+    """Parameters in order of depth, in buckets of at most `bucket_bytes`; a larger one is alone."""
+    bucket: list[ParamMapping] = []
     size = 0
-    for name, row in rows_of(arch).items():
-        if row.is_copy:
+    for mapping in param_mappings(arch).values():
+        if mapping.is_copy:
             continue
-        nbytes = sum(cut[0].nbytes for cut in holders_needed(row, holders))
+        nbytes = sum(replicas[0].nbytes for replicas in shard_holders(mapping, holders))
         if bucket and size + nbytes > bucket_bytes:
             yield bucket
-            bucket, size = [], 0
-        bucket.append(row)
+            bucket = []
+            size = 0
+        bucket.append(mapping)
         size += nbytes
     yield bucket
 
 
-def holders_needed(row: Row, holders: dict) -> list[list[Holder]]:
-    """Of each cut that makes up the parameter, the ranks that have it. A parameter that is not cut is the same on
-    every tensor-parallel rank: one cut, which all of them have."""
-    cuts = holders[row.megatron]
-    return cuts if row.form.axis is not None else [[holder for cut in cuts for holder in cut]]
+# ---------------------------------------------------------------- broadcast
 
 
-def _broadcast_cuts(
-    bucket: list[Row], local: dict[str, Tensor], holders: dict
+@dataclass(frozen=True)
+class _Part:
+    """A shard as a part of its holder's message."""
+
+    name: str
+    shard: int
+    holder: Holder
+
+
+def _broadcast_shards(
+    bucket: list[ParamMapping], local: dict[str, Tensor], holders: Holders
 ) -> dict[str, list[Tensor]]:
-    """Every cut of the bucket, on every rank."""
-    me = parallel.place().rank
-    cuts: dict[str, list] = {
-        row.megatron: [None] * len(holders_needed(row, holders)) for row in bucket
-    }
-    of_rank: dict[int, list[tuple[str, int, Holder]]] = {}
-    for row in bucket:
-        for index, (holder, *_) in enumerate(holders_needed(row, holders)):
-            of_rank.setdefault(holder.rank, []).append((row.megatron, index, holder))
-    for rank, items in sorted(of_rank.items()):
-        message = torch.empty(
-            sum(holder.room for _, _, holder in items), dtype=torch.uint8, device=parallel.device()
-        )
-        parts = message.split([holder.room for _, _, holder in items])
-        for (name, index, holder), part in zip(items, parts, strict=True):
-            cuts[name][index] = part[: holder.nbytes].view(holder.dtype).view(holder.shape)
-            if rank == me:
-                cuts[name][index].copy_(local[name])
-        dist.broadcast(message, src=rank)
-    return cuts
+    """Every shard of the bucket, on every rank: one broadcast per sending rank.
+
+    Example: a norm and an output projection under tensor parallelism 2, on ranks 0 and 1.
+
+        parameter     shards                  sent by
+        norm          replicated: 1           rank 0, the first holder
+        linear_proj   row-parallel: 2         ranks 0 and 1
+
+        message of rank 0:  norm │ padding to 16 bytes │ linear_proj, shard 0
+        message of rank 1:  linear_proj, shard 1
+
+    The shards returned are views of the messages.
+    """
+    rank = parallel.place().rank
+    shards: dict[str, dict[int, Tensor]] = {mapping.megatron: {} for mapping in bucket}
+    for sender, parts in sorted(_parts_by_sender(bucket, holders).items()):
+        sizes = [part.holder.padded_nbytes for part in parts]
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=parallel.device())  # [bytes]
+        for part, chunk in zip(parts, message.split(sizes), strict=True):
+            holder = part.holder
+            shard = chunk[: holder.nbytes].view(holder.dtype).view(holder.shape)
+            if sender == rank:
+                shard.copy_(local[part.name])
+            shards[part.name][part.shard] = shard
+        dist.broadcast(message, src=sender)
+    return {name: [by_index[i] for i in sorted(by_index)] for name, by_index in shards.items()}
+
+
+def _parts_by_sender(bucket: list[ParamMapping], holders: Holders) -> dict[int, list[_Part]]:
+    """Each shard once, sent by the first rank that holds it."""
+    parts: dict[int, list[_Part]] = {}
+    for mapping in bucket:
+        for shard, replicas in enumerate(shard_holders(mapping, holders)):
+            holder = replicas[0]
+            parts.setdefault(holder.rank, []).append(_Part(mapping.megatron, shard, holder))
+    return parts

@@ -29,16 +29,13 @@ def whole(tmp_path_factory) -> Path:
     """A checkpoint of the model of CONFIG after step 3."""
     from megastep.conversion.offline import import_hf
     from megastep.weights.hf_files import write_shards
-    from megastep.weights.mapping import rows_of
+    from megastep.weights.mapping import param_mappings
 
     root = tmp_path_factory.mktemp("whole")
     source = shutil.copytree(MODEL, root / "hf")
-    rows = rows_of(read_architecture(source))
-    write_shards(
-        source,
-        ((name, torch.zeros(shape)) for row in rows.values() for name, shape in row.hf),
-        1 << 30,
-    )
+    mappings = param_mappings(read_architecture(source)).values()
+    tensors = ((name, torch.zeros(shape)) for mapping in mappings for name, shape in mapping.hf)
+    write_shards(source, tensors, 1 << 30)
     import_hf(source, root / "step_3")
     LoopState(step=3).write(root / "step_3")
     seal_again(root / "step_3")

@@ -1,4 +1,4 @@
-"""Data files: rows that cannot be used are refused by file and line."""
+"""Data files: invalid rows are reported by file and line."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def problems(source, env=Guess) -> list[str]:
     return error.value.problems
 
 
-LINES = {  # a second line of a file, and what is said of it
+LINES = {  # the second line of a file, and its error
     "text": (b"nonsense", "not readable as JSON"),
     "half": (b'{"secret": ', "not readable as JSON"),
     "two_values": (b'{"secret": 1} {"secret": 2}', "not readable as JSON"),
@@ -84,13 +84,13 @@ def test_c1_lines(name, tmp_path):
         (b'{"secret": 1, "note": "\\\\ud800"}\n', 1),
     ],
 )
-def test_what_is_read(content, rows, tmp_path):
+def test_valid_files(content, rows, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     assert len(read_rows(str(path), Guess, 0, 0)) == rows
 
 
-def test_a_file_that_is_all_wrong_is_told_in_a_few_lines(tmp_path):
+def test_a_file_of_invalid_lines_is_reported_in_a_few_lines(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"x\n" * 10_000)
     assert len(problems(path)) == 6
@@ -133,11 +133,11 @@ def test_files(made, suffix, tmp_path):
     elif made == "empty":
         path.write_bytes(b"")
     else:
-        path.symlink_to(path)  # leads to itself
+        path.symlink_to(path)
     assert str(path) in problems(path)[0]
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_a_pipe_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "rows.jsonl")
     assert problems(tmp_path / "rows.jsonl") == [
         f"{tmp_path}/rows.jsonl: cannot be read (not a file)"
@@ -147,13 +147,13 @@ def test_a_pipe_is_not_waited_for(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"text", b"PAR1", b"PAR1" + b"\0" * 100 + b"PAR1", b"\xff" * 1000]
 )
-def test_parquet_that_is_none(content, tmp_path):
+def test_invalid_parquet(content, tmp_path):
     path = tmp_path / "rows.parquet"
     path.write_bytes(content)
     assert problems(path)[0].startswith(f"{path}: cannot be read as Parquet (")
 
 
-def test_parquet_with_text_that_is_no_unicode(tmp_path):
+def test_parquet_with_invalid_utf_8(tmp_path):
     bad = pyarrow.array([b"\xff\xfe"], pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(
         pyarrow.table({"secret": [1], "note": bad}), tmp_path / "rows.parquet"

@@ -1,5 +1,5 @@
-"""Environments: names, modules and classes that cannot be used end in one line; what an episode says wrongly marks its
-trajectory, and nothing else."""
+"""Environments: an invalid name, module or class is one line; invalid messages and outcomes fail
+their trajectory only."""
 
 import asyncio
 import json
@@ -79,7 +79,7 @@ NAMES = [
 
 
 def problem(name: str) -> str:
-    """What `Task.load` says of an environment, as the command prints it."""
+    """The error of `Task.load` for an environment, as the command prints it."""
     with pytest.raises((EnvError, DataError)) as error:
         env = find_env(name)
         check_options(env, {})
@@ -245,13 +245,14 @@ def test_c12_modules(module, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "module", ["syntax", "exits_0", "prints", "plain_step", "generate_raises", "generate_kind"]
 )
-def test_c12_modules_beside_the_config(module, tmp_path, monkeypatch):
+def test_c12_modules_next_to_the_config(module, tmp_path, monkeypatch):
     source, message = MODULES[module]
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / f"bad_own_{module}.py").write_text(source)
     config = tmp_path / "config.yaml"
     config.write_text(
-        f"model: {{path: {ROOT}/configs/models/chase, init: random}}\nenv: {{name: 'bad_own_{module}:Mine'}}\n"
+        f"model: {{path: {ROOT}/configs/models/chase, init: random}}\n"
+        f"env: {{name: 'bad_own_{module}:Mine'}}\n"
         "engine: {max_model_len: 256}\nrollout: {max_response_tokens: 9}\n"
     )
     assert any(message in line for line in refused("train", config, *SMALL))
@@ -294,7 +295,7 @@ DEMONSTRATIONS = {
 
 @pytest.mark.parametrize("name", DEMONSTRATIONS)
 def test_c12_demonstrations(name, tmp_path, monkeypatch):
-    """A warm start on what an environment returned is refused before anything starts."""
+    """Invalid demonstrations are an error before a process starts."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     made, message = DEMONSTRATIONS[name]
     more = "generate = classmethod(lambda cls, random: {'a': 1})\n    "
@@ -333,12 +334,12 @@ def test_options(name, option, message):
     refused("train", CONFIG, f"env.name={name}", f"env.options.{option}", *SMALL, names=message)
 
 
-def test_e_an_environment_beside_the_config_or_in_the_working_directory_is_found(
-    tmp_path, monkeypatch
-):
-    """Accepted by name: what is refused is something else."""
+def test_e_environments_next_to_the_config_and_in_the_working_directory(tmp_path, monkeypatch):
+    """They are found: the error is another one."""
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    base, here, own = tmp_path / "base", tmp_path / "here", tmp_path / "own"
+    base = tmp_path / "base"
+    here = tmp_path / "here"
+    own = tmp_path / "own"
     for folder, name in ((base, "env_of_base"), (here, "env_of_here"), (own, "env_of_own")):
         folder.mkdir()
         (folder / f"{name}.py").write_text(mine())
@@ -361,7 +362,7 @@ def test_e_an_environment_beside_the_config_or_in_the_working_directory_is_found
     )
 
 
-# ---------------------------------------------------------------- what an episode says
+# ---------------------------------------------------------------- messages and outcomes
 
 RENDERER = {mode: Renderer(chats.tokenizer("qwen3"), mode) for mode in ("tokens", "chat")}
 LIMITS = Limits(
@@ -374,30 +375,32 @@ LIMITS = Limits(
 OK = [{"role": "user", "content": "ab?"}]
 
 
-class Says(Env):
-    def __init__(self, start, outcome):
-        self.said, self.outcome = start, outcome
+class Scripted(Env):
+    def __init__(self, messages, outcome):
+        self.messages = messages
+        self.outcome = outcome
 
     async def start(self):
-        return self.said
+        return self.messages
 
     async def step(self, text, ids):
         return self.outcome
 
 
-def play(env, mode) -> Group:
-    """A group of it, which must pass through metrics and a file."""
+def group_of(env, mode) -> Group:
+    """One episode as a group."""
     agent = Agent(
-        chats.Script(RENDERER[mode], ["ab<|im_end|>"]),
+        chats.ScriptedEngine(RENDERER[mode], ["ab<|im_end|>"]),
         RENDERER[mode],
         LIMITS,
         Sampling(max_tokens=0),
     )
-    return Group(0, [asyncio.run(agent.play(lambda: env, 0, 0, "0/0"))])
+    return Group(0, [asyncio.run(agent.run_episode(lambda: env, 0, 0, "0/0"))])
 
 
-def marked(env, mode, tmp_path) -> str:
-    group = play(env, mode)
+def failure(env, mode, tmp_path) -> str:
+    """The error of the failed trajectory, which metrics and rollout files accept."""
+    group = group_of(env, mode)
     (trajectory,) = group.trajectories
     rollout_metrics([group])
     store.write(tmp_path / "rollout.safetensors", [group])
@@ -407,7 +410,7 @@ def marked(env, mode, tmp_path) -> str:
     return error
 
 
-class Odd:
+class Unprintable:
     def __repr__(self):
         raise ValueError
 
@@ -429,8 +432,8 @@ MESSAGES = [
     [{}],
     [{"role": "user"}],
     [{"content": "x"}],
-    Odd(),
-    [Odd()],
+    Unprintable(),
+    [Unprintable()],
     [{"role": "user", "content": None}],
     [{"role": "user", "content": 5}],
     [{"role": "user", "content": b"x"}],
@@ -445,7 +448,7 @@ MESSAGES = [
     [*OK * 1000],
     ({"role": "user", "content": "x"},),
     iter(OK),
-    [{"role": "user", "content": Odd()}],
+    [{"role": "user", "content": Unprintable()}],
     [{"role": "user", "content": "\udcff" * 100}],
     [{"role": "user", "content": np.str_("x") + "\udfff"}],
 ]
@@ -454,7 +457,7 @@ MESSAGES = [
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
 @pytest.mark.parametrize("messages", MESSAGES, ids=range(len(MESSAGES)))
 def test_c1_first_messages(messages, mode, tmp_path):
-    marked(Says(messages, Outcome(done=True)), mode, tmp_path)
+    failure(Scripted(messages, Outcome(done=True)), mode, tmp_path)
 
 
 OUTCOMES = [
@@ -467,7 +470,7 @@ OUTCOMES = [
     (1, 2, 3),
     [OK, 0.0, True],
     {"reward": 1},
-    Odd(),
+    Unprintable(),
     (OK, 0, True, {}, None, 1),
     *[Outcome(observation=m) for m in MESSAGES if m != []],
     *[
@@ -487,10 +490,13 @@ OUTCOMES = [
             1j,
             np.ones(2),
             np.float32("nan"),
-            Odd(),
+            Unprintable(),
         )
     ],
-    *[Outcome(OK, done=d) for d in (None, "no", "", [], {}, 0.5, np.ones(2), np.array([]), Odd())],
+    *[
+        Outcome(OK, done=d)
+        for d in (None, "no", "", [], {}, 0.5, np.ones(2), np.array([]), Unprintable())
+    ],
     *[
         Outcome(OK, state=s)
         for s in (
@@ -502,7 +508,7 @@ OUTCOMES = [
             1.0,
             [],
             (1,),
-            Odd(),
+            Unprintable(),
             np.float32(1),
             np.ones(2),
         )
@@ -514,9 +520,9 @@ OUTCOMES = [
             5,
             "text",
             [1],
-            [("a", Odd())],
-            Odd(),
-            {"x": Odd()},
+            [("a", Unprintable())],
+            Unprintable(),
+            {"x": Unprintable()},
             {"x": float("nan")},
             {"x": float("inf")},
             {"x": np.float64("nan")},
@@ -536,7 +542,7 @@ OUTCOMES = [
             {"success": [True]},
             {"success": {}},
             {(1, 2): 3},
-            {Odd(): 1},
+            {Unprintable(): 1},
             {"success": float("nan")},
         )
     ],
@@ -545,14 +551,14 @@ OUTCOMES = [
 
 @pytest.mark.parametrize("outcome", OUTCOMES, ids=range(len(OUTCOMES)))
 def test_c10_outcomes(outcome, tmp_path):
-    marked(Says(OK, outcome), "tokens", tmp_path)
+    failure(Scripted(OK, outcome), "tokens", tmp_path)
 
 
-def test_metrics_nested_without_end(tmp_path):
-    endless = {}
-    endless["x"] = endless
-    marked(Says(OK, Outcome(OK, metrics=endless)), "chat", tmp_path)
+def test_recursive_metrics(tmp_path):
+    recursive = {}
+    recursive["x"] = recursive
+    failure(Scripted(OK, Outcome(OK, metrics=recursive)), "chat", tmp_path)
     deep = []
     for _ in range(100_000):
         deep = [deep]
-    marked(Says(OK, Outcome(OK, metrics={"x": deep})), "chat", tmp_path)
+    failure(Scripted(OK, Outcome(OK, metrics={"x": deep})), "chat", tmp_path)

@@ -1,4 +1,5 @@
-"""The retrieval server: corpora are read as data files are, bad requests get 400, bad arguments exit with 2."""
+"""The retrieval server: invalid requests get status 400, invalid corpora and arguments exit with
+code 2."""
 
 import asyncio
 import contextlib
@@ -25,21 +26,21 @@ CORPUS = Corpus(
 JSON = {"Content-Type": "application/json"}
 
 
-def asked(body: bytes, headers: dict | None = None, method: str = "POST", path: str = "/retrieve"):
-    async def ask():
+def send(body: bytes, headers: dict | None = None, method: str = "POST", path: str = "/retrieve"):
+    """Status and text of the response."""
+
+    async def run():
         runner, url = await listening(application(CORPUS), "127.0.0.1", 0)
+        address = url.replace("/retrieve", path)
         try:
-            async with aiohttp.ClientSession() as session:
-                address = url.replace("/retrieve", path)
-                async with session.request(
-                    method, address, data=body, headers=JSON | (headers or {})
-                ) as response:
+            async with aiohttp.ClientSession(headers=JSON | (headers or {})) as session:
+                async with session.request(method, address, data=body) as response:
                     return response.status, await response.text()
         finally:
             await runner.cleanup()
 
     with time_limit(20):
-        return asyncio.run(ask())
+        return asyncio.run(run())
 
 
 BODIES = [
@@ -97,8 +98,8 @@ BODIES = [
 
 
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
-def test_c16_requests_in_another_form(body):
-    status, answer = asked(body)
+def test_c16_invalid_requests(body):
+    status, answer = send(body)
     assert status == 400 and "is needed" in json.loads(answer)["error"] and len(answer) < 700
 
 
@@ -106,9 +107,8 @@ def test_c16_requests_in_another_form(body):
     "charset", ["nonsense", "x" * 500, "hex", "base64", "utf-16", "undefined", "rot13"]
 )
 def test_c16_charsets(charset):
-    status, _ = asked(
-        b'{"query": "Paris"}', {"Content-Type": f"application/json; charset={charset}"}
-    )
+    headers = {"Content-Type": f"application/json; charset={charset}"}
+    status, _ = send(b'{"query": "Paris"}', headers)
     assert status == 400
 
 
@@ -125,7 +125,7 @@ def test_c16_charsets(charset):
     ],
 )
 def test_c16_other_requests(body, headers, method, path, expected):
-    assert asked(body, headers, method, path)[0] == expected
+    assert send(body, headers, method, path)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_c16_other_requests(body, headers, method, path, expected):
         ({"queries": ["Seine", "the"]}, 1),
     ],
 )
-def test_requests_that_are_answered(request_, found):
-    status, answer = asked(json.dumps(request_).encode())
+def test_valid_requests(request_, found):
+    status, answer = send(json.dumps(request_).encode())
     assert status == 200 and len(json.loads(answer)["result"][0]) == found
 
 
@@ -195,7 +195,7 @@ def test_c16_corpora(name, tmp_path):
         (GOOD + b'{"contents": "the"}\n', 2),
     ],
 )
-def test_c16_corpora_that_are_read(content, passages, tmp_path):
+def test_c16_valid_corpora(content, passages, tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(content)
     corpus = read_corpus(path)
@@ -205,7 +205,8 @@ def test_c16_corpora_that_are_read(content, passages, tmp_path):
 # ---------------------------------------------------------------- arguments
 
 
-def ended(*argv) -> tuple[int, list[str]]:
+def run_main(*argv) -> tuple[int, list[str]]:
+    """The exit code and the lines of stderr."""
     err = io.StringIO()
     with time_limit(20), contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -238,20 +239,20 @@ def ended(*argv) -> tuple[int, list[str]]:
 )
 def test_c16_arguments(arguments, tmp_path):
     (tmp_path / "corpus.jsonl").write_bytes(GOOD)
-    code, lines = ended(tmp_path / "corpus.jsonl", *arguments)
+    code, lines = run_main(tmp_path / "corpus.jsonl", *arguments)
     assert code == 2 and not any("Traceback" in line for line in lines)
     assert "error: " in lines[-1]
 
 
 @pytest.mark.parametrize("path", ["none.jsonl", ".", "a\0b", "x" * 5000, ""])
 def test_c16_files(path):
-    code, lines = ended(path, "--port", "0")
+    code, lines = run_main(path, "--port", "0")
     assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ")
 
 
-def test_a_port_that_is_taken(tmp_path):
+def test_a_port_in_use(tmp_path):
     (tmp_path / "corpus.jsonl").write_bytes(GOOD)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, lines = ended(tmp_path / "corpus.jsonl", "--port", port)
+        code, lines = run_main(tmp_path / "corpus.jsonl", "--port", port)
     assert code == 2 and len(lines) == 1 and str(port) in lines[0]

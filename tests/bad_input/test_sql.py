@@ -1,4 +1,4 @@
-"""SQL that a model writes: whatever it is, the model reads an error or rows, and the episode goes on."""
+"""SQL of a model: any query returns rows or an error, and the episode continues."""
 
 import asyncio
 import sqlite3
@@ -26,7 +26,7 @@ def make(folder, database="shop_0.sqlite", gold="SELECT 1") -> SQL:
     return SQL(row, databases=str(folder), query_timeout_s=0.5)
 
 
-def said(env, text: str):
+def step(env, text: str):
     return asyncio.run(env.step(text, NO_IDS))
 
 
@@ -93,7 +93,7 @@ ERRORS = [
     "SELECT abs(-9223372036854775808)",
     "SELECT CAST(x'ff' AS TEXT)",
 ]
-HARMLESS = [  # no statement, no value, nothing to do, or more rows than are shown
+HARMLESS = [  # no statement, no value, no effect, or more rows than are shown
     "",
     " ",
     ";",
@@ -104,27 +104,28 @@ HARMLESS = [  # no statement, no value, nothing to do, or more rows than are sho
     "REINDEX",
     "SELECT printf('%999999999d', 1)",
     ENDLESS + "SELECT * FROM n",
-    "SELECT * FROM product a, product b, product c, product d, product e, product f, product g, product h ORDER BY 1, 2, 3",
+    "SELECT * FROM product a, product b, product c, product d, product e, product f, product g, "
+    "product h ORDER BY 1, 2, 3",
 ]
 
 
-def shown(env, query: str) -> str:
-    """What is shown of a query; the one after it is answered."""
-    outcome = said(env, f"<sql>{query}</sql>")
+def observed(env, query: str) -> str:
+    """The observation after a query; the environment answers the next one."""
+    outcome = step(env, f"<sql>{query}</sql>")
     (message,) = outcome.observation
     assert len(message["content"]) < 2100 and not outcome.done
-    assert said(env, "<sql>SELECT 1</sql>").observation[0]["content"] == "1"
+    assert step(env, "<sql>SELECT 1</sql>").observation[0]["content"] == "1"
     return message["content"]
 
 
 @pytest.mark.parametrize("query", ERRORS, ids=range(len(ERRORS)))
-def test_d2_queries_that_are_refused(query, folder):
-    assert shown(make(folder), query).startswith("error: ")
+def test_d2_rejected_queries(query, folder):
+    assert observed(make(folder), query).startswith("error: ")
 
 
 @pytest.mark.parametrize("query", HARMLESS, ids=range(len(HARMLESS)))
-def test_d2_queries_that_do_no_harm(query, folder):
-    assert not shown(make(folder), query).startswith("error: stopped")
+def test_d2_harmless_queries(query, folder):
+    assert not observed(make(folder), query).startswith("error: stopped")
 
 
 @pytest.mark.parametrize(
@@ -142,8 +143,8 @@ def test_d2_queries_that_do_no_harm(query, folder):
         "SELECT 1 WHERE 0",
     ],
 )
-def test_solutions_that_are_wrong(solution, folder):
-    outcome = said(make(folder), f"<solution>{solution}</solution>")
+def test_wrong_solutions(solution, folder):
+    outcome = step(make(folder), f"<solution>{solution}</solution>")
     assert outcome.done and outcome.reward == 0
 
 
@@ -164,7 +165,7 @@ def test_solutions_that_are_wrong(solution, folder):
     ],
 )
 def test_turns_without_a_query(text, folder):
-    outcome = said(make(folder), text)
+    outcome = step(make(folder), text)
     assert outcome.observation[0]["content"].startswith("error: ") and not outcome.done
 
 
@@ -194,10 +195,10 @@ def test_databases(name, folder, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_a_row_that_is_no_unicode_is_an_error(folder, tmp_path):
+def test_a_row_with_invalid_utf_8_is_an_error(folder, tmp_path):
     with sqlite3.connect(tmp_path / "odd.sqlite") as connection:
         connection.execute("CREATE TABLE t (x)")
         connection.execute("INSERT INTO t VALUES (CAST(x'ff' AS TEXT))")
     connection.close()
-    outcome = said(make(tmp_path, "odd.sqlite"), "<sql>SELECT x FROM t</sql>")
+    outcome = step(make(tmp_path, "odd.sqlite"), "<sql>SELECT x FROM t</sql>")
     assert outcome.observation[0]["content"].startswith("error: Could not decode to UTF-8")

@@ -1,4 +1,5 @@
-"""Chat templates, their options, generation_config.json and tokenizer files: one line before anything starts."""
+"""Invalid chat templates, template options, generation_config.json and tokenizer files: one line,
+before a process starts."""
 
 import json
 import shutil
@@ -17,6 +18,12 @@ from .harness import CONFIG, check_lines, refused
 MODEL = Path("configs/models/chase")
 load_tokenizer(MODEL)
 SMALL = ("data.generated_rows=100", "warm_start.trajectories=0")
+
+
+LOOP = (
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}"
+    "{% endfor %}{% endfor %}"
+)
 
 
 @pytest.fixture
@@ -42,7 +49,7 @@ TEMPLATES = {
     "unclosed": ("{% for m in messages %}", "Unexpected end of template"),
     "unknown_tag": ("{% frobnicate %}", "unknown tag"),
     "unknown_filter": ("{{ messages | frobnicate }}", "No filter named"),
-    "raises": ("{{ raise_exception('not\\nme') }}", "refuses messages of user: not me"),
+    "raises": ("{{ raise_exception('not\\nme') }}", "rejects messages of user: not me"),
     "unsafe": ("{{ messages.__class__.__mro__ }}", "unsafe"),
     "include": ("{% include 'x' %}", "no loader"),
     "extends": ("{% extends 'x' %}", "no loader"),
@@ -50,10 +57,10 @@ TEMPLATES = {
     "range": ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
     "surrogate": ("{{ '\\ud800' }}", "lone surrogate"),
     "key": ("{{ {}['x'].y }}", "has no attribute 'x'"),
-    "value": ("{{ 'x' | int(base=99) + 'y' }}", "refuses"),
-    "overflow": ("{{ 'x' * 10**30 }}", "refuses"),
-    "list": ("{{ messages + 'x' }}", "refuses"),
-    "tojson": ("{{ raise_exception | tojson }}", "refuses"),
+    "value": ("{{ 'x' | int(base=99) + 'y' }}", "rejects"),
+    "overflow": ("{{ 'x' * 10**30 }}", "rejects"),
+    "list": ("{{ messages + 'x' }}", "rejects"),
+    "tojson": ("{{ raise_exception | tojson }}", "rejects"),
 }
 
 
@@ -62,29 +69,31 @@ TEMPLATES = {
 def test_c9_templates_that_raise(name, mode, model):
     template, message = TEMPLATES[name]
     (model / "chat_template.jinja").write_text(template)
-    said = problem(model, mode)
-    assert message in said and said.startswith(f"model.path = {model}: ")
+    line = problem(model, mode)
+    assert message in line and line.startswith(f"model.path = {model}: ")
 
 
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
+        "{% endfor %}{% endfor %}{% endfor %}",
+        LOOP,
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ f(60) }}",
     ],
 )
-def test_c9_templates_that_never_end(template, mode, model, monkeypatch):
+def test_c9_endless_templates(template, mode, model, monkeypatch):
     monkeypatch.setattr(renderer, "TRIAL_S", 0.1)
     (model / "chat_template.jinja").write_text(template)
-    assert "takes longer than 0.1 s for trial conversations; has it a loop without end?" in problem(
+    assert "takes longer than 0.1 s for trial conversations; does it loop forever?" in problem(
         model, mode
     )
     for thread in threading.enumerate():
         if thread.name == "template":
             thread.join(5)
-            assert not thread.is_alive(), "the template goes on"
+            assert not thread.is_alive(), "the template still runs"
 
 
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
@@ -97,24 +106,23 @@ def test_c9_templates_that_never_end(template, mode, model, monkeypatch):
         "messages[0].content | length > 500 or messages | length > 10",
     ],
 )
-def test_c9_templates_that_never_end_in_a_long_conversation(condition, mode, model, monkeypatch):
-    """They would hang a run in its third turn, with every episode."""
+def test_c9_templates_that_are_endless_in_a_long_conversation(condition, mode, model, monkeypatch):
+    """They would block a run, with every episode, in a later turn."""
     monkeypatch.setattr(renderer, "TRIAL_S", 1.0)
     own = (model / "chat_template.jinja").read_text()
-    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}"
     (model / "chat_template.jinja").write_text(
-        "{% if " + condition + " %}" + loop + "{% endif %}" + own
+        "{% if " + condition + " %}" + LOOP + "{% endif %}" + own
     )
-    assert "takes longer than 1 s for trial conversations; has it a loop without end?" in problem(
+    assert "takes longer than 1 s for trial conversations; does it loop forever?" in problem(
         model, mode
     )
 
 
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
-def test_a_template_may_refuse_long_conversations(mode, model):
+def test_a_template_may_reject_long_conversations(mode, model):
     own = (model / "chat_template.jinja").read_text()
-    refusal = "{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}"
-    (model / "chat_template.jinja").write_text(refusal + own)
+    limit = "{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}"
+    (model / "chat_template.jinja").write_text(limit + own)
     Renderer.for_model(model, mode)
 
 
@@ -123,8 +131,8 @@ def test_a_template_may_refuse_long_conversations(mode, model):
 )
 def test_templates_that_do_not_close_a_turn(template, model):
     (model / "chat_template.jinja").write_text(template)
-    said = problem(model, "tokens")
-    assert "does not close the model's turn" in said or "has no chat template" in said
+    line = problem(model, "tokens")
+    assert "does not close the model's turn" in line or "has no chat template" in line
 
 
 OWN = [
@@ -146,17 +154,17 @@ OWN = [
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_c9_options_that_are_not_the_templates(name, model):
+def test_c9_reserved_options(name, model):
     assert problem(model, "chat", {name: 1}).startswith(
-        f"rollout.template.{name}: is not the template's"
+        f"rollout.template.{name}: not an argument of the template"
     )
 
 
 @pytest.mark.parametrize(
     "options", [{"tools": "x"}, {"tools": 5}, {"documents": "x"}, {"documents": [1]}, {1: 2}]
 )
-def test_c9_options_of_a_wrong_kind(options, model):
-    assert "refuses messages of user" in problem(model, "chat", options)
+def test_c9_options_of_a_wrong_type(options, model):
+    assert "rejects messages of user" in problem(model, "chat", options)
 
 
 GENERATION = {
@@ -186,14 +194,14 @@ GENERATION = {
 def test_c9_generation_config(name, model):
     content, message = GENERATION[name]
     (model / "generation_config.json").write_text(content)
-    said = problem(model)
-    assert message in said and str(model / "generation_config.json") in said
+    line = problem(model)
+    assert message in line and str(model / "generation_config.json") in line
 
 
 @pytest.mark.parametrize(
     "content", ["{}", '{"eos_token_id": null}', '{"eos_token_id": []}', '{"eos_token_id": [0, 63]}']
 )
-def test_generation_configs_that_are_fine(content, model):
+def test_valid_generation_configs(content, model):
     (model / "generation_config.json").write_text(content)
     assert Renderer.for_model(model, "chat").end_id == 3
 
@@ -208,7 +216,8 @@ TOKENIZERS = [
     '{"model": {}}',
     '{"version": "1.0", "model": {"type": "BPE"}}',
     "[" * 9999,
-    '{"version": "1.0", "added_tokens": 5, "model": {"type": "WordLevel", "vocab": {}, "unk_token": "x"}}',
+    '{"version": "1.0", "added_tokens": 5, '
+    '"model": {"type": "WordLevel", "vocab": {}, "unk_token": "x"}}',
 ]
 
 

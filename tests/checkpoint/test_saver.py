@@ -1,4 +1,7 @@
-"""Checkpoints: another layout, the same numbers; what is not whole is refused. For kills see tests/trainer/test_train.py."""
+"""Checkpoints load under every parallel layout with the same results; damaged ones are rejected.
+
+For killed saves see tests/trainer/test_train.py.
+"""
 
 import json
 import os
@@ -25,7 +28,7 @@ def saved(ranks, models, tmp_path_factory):
     folder, _ = models("qwen3_moe")
     root = tmp_path_factory.mktemp("saved")
     steps = ranks(2).run(
-        cases.save_then_go_on, folder=folder, layout=TP2, root=root, before=3, after=3
+        cases.save_then_continue, folder=folder, layout=TP2, root=root, before=3, after=3
     )[0]
     return folder, root / "step_3", steps
 
@@ -33,19 +36,19 @@ def saved(ranks, models, tmp_path_factory):
 @pytest.mark.parametrize(
     "world, layout", [(2, PP2), (2, EP2), (1, {}), (2, TP2), (4, dict(tensor=2, pipeline=2))]
 )
-def test_loads_under_another_layout(world, layout, saved, ranks):
-    """Three steps, not one: a wrong optimizer state shows from the second on."""
+def test_loads_under_another_parallel_layout(world, layout, saved, ranks):
+    """Three steps: a wrong optimizer state shows from the second on."""
     folder, checkpoint, expected = saved
     steps = ranks(world).run(
-        cases.load_and_go_on, folder=folder, layout=layout, checkpoint=checkpoint, steps=3
+        cases.load_and_continue, folder=folder, layout=layout, checkpoint=checkpoint, steps=3
     )[0]
     np.testing.assert_allclose(numbers(steps), numbers(expected), rtol=1e-5)
 
 
-def test_same_layout_continues_bit_for_bit(saved, ranks):
+def test_the_same_parallel_layout_continues_bit_for_bit(saved, ranks):
     folder, checkpoint, expected = saved
     steps = ranks(2).run(
-        cases.load_and_go_on, folder=folder, layout=TP2, checkpoint=checkpoint, steps=3
+        cases.load_and_continue, folder=folder, layout=TP2, checkpoint=checkpoint, steps=3
     )[0]
     assert numbers(steps) == numbers(expected)
 
@@ -54,20 +57,19 @@ def test_bf16_keeps_its_master_weights(ranks, models, tmp_path):
     folder, _ = models("qwen3_moe")
     arguments = dict(folder=folder, precision="bf16")
     expected = ranks(2).run(
-        cases.save_then_go_on, layout=EP2, root=tmp_path, before=3, after=3, **arguments
+        cases.save_then_continue, layout=EP2, root=tmp_path, before=3, after=3, **arguments
     )[0]
     steps = ranks(2).run(
-        cases.load_and_go_on, layout=EP2, checkpoint=tmp_path / "step_3", steps=3, **arguments
+        cases.load_and_continue, layout=EP2, checkpoint=tmp_path / "step_3", steps=3, **arguments
     )[0]
     assert numbers(steps) == numbers(expected)
 
 
-def test_asynchronous_save_holds_the_step_it_was_asked_at(ranks, models, tmp_path):
-    """Training goes on while the files are written; they must not see its updates. The checkpoint is one as soon as
-    the loop asks after they were."""
+def test_asynchronous_save_contains_the_step_of_its_call(ranks, models, tmp_path):
+    """Updates during the save must not reach its files; `seal_written` completes it."""
     folder, _ = models("qwen3_moe")
     expected = ranks(2).run(
-        cases.save_then_go_on,
+        cases.save_then_continue,
         folder=folder,
         layout=EP2,
         root=tmp_path,
@@ -76,13 +78,13 @@ def test_asynchronous_save_holds_the_step_it_was_asked_at(ranks, models, tmp_pat
         asynchronous=True,
     )[0]
     steps = ranks(2).run(
-        cases.load_and_go_on, folder=folder, layout=EP2, checkpoint=tmp_path / "step_3", steps=3
+        cases.load_and_continue, folder=folder, layout=EP2, checkpoint=tmp_path / "step_3", steps=3
     )[0]
     assert numbers(steps) == numbers(expected)
 
 
 def test_files_of_an_asynchronous_save_are_hashed_in_the_background(ranks, models, tmp_path):
-    """A rank that hashed gigabytes would not train meanwhile."""
+    """A rank does not train while it hashes gigabytes."""
     for rank, hashed_by in ranks(2).run(
         cases.who_hashes, folder=models("qwen3_moe")[0], layout=TP2, root=tmp_path
     ):
@@ -93,23 +95,22 @@ def test_files_of_an_asynchronous_save_are_hashed_in_the_background(ranks, model
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_file_that_one_rank_cannot_read_ends_all_ranks(asynchronous, ranks, models, tmp_path):
-    """Others would wait for it until their timeout."""
+def test_a_read_error_of_one_rank_is_raised_on_all(asynchronous, ranks, models, tmp_path):
+    """The others would wait for it until their timeout."""
     arguments = dict(
         folder=models("qwen3_moe")[0], layout=TP2, root=tmp_path, asynchronous=asynchronous
     )
-    (saving, loading), others = ranks(2).run(cases.errors_where_one_cannot_read, **arguments)
+    (saving, loading), others = ranks(2).run(cases.read_errors, **arguments)
     assert others == (saving, loading)
     assert "Input/output error" in saving and f"{tmp_path / 'step_2.partial'}/__1_" in saving
-    assert loading.startswith(f"{tmp_path / 'step_1'}/") and loading.endswith(
-        ": not readable (Input/output error)"
-    )
+    assert loading.startswith(f"{tmp_path / 'step_1'}/")
+    assert loading.endswith(": not readable (Input/output error)")
 
 
-def test_a_folder_that_the_first_rank_cannot_make_ends_all_ranks(ranks, models, tmp_path):
+def test_a_write_error_of_rank_0_is_raised_on_all(ranks, models, tmp_path):
     (tmp_path / "file").write_text("")
     arguments = dict(folder=models("qwen3_moe")[0], layout=TP2, root=tmp_path / "file")
-    one, two = ranks(2).run(cases.error_where_the_first_cannot_write, **arguments)
+    one, two = ranks(2).run(cases.write_error_of_rank_0, **arguments)
     assert one == two and f"Not a directory: '{tmp_path / 'file' / 'step_1.partial'}'" in one
 
 
@@ -139,14 +140,14 @@ def copy(saved, tmp_path):
     return shutil.copytree(saved[1], tmp_path / "step_3")
 
 
-def test_truncated_checkpoint_is_refused(copy, saved, ranks):
+def test_truncated_checkpoint_is_rejected(copy, saved, ranks):
     victim = sorted(copy.glob("*.distcp"))[0]
     os.truncate(victim, victim.stat().st_size // 2)
     (error,) = ranks(1).run(cases.loading_error, folder=saved[0], layout={}, checkpoint=copy)
     assert f"{victim}: truncated" in error
 
 
-def test_checkpoint_with_a_missing_file_is_refused(copy):
+def test_checkpoint_with_a_missing_file_is_rejected(copy):
     victim = sorted(copy.glob("*.distcp"))[0]
     victim.unlink()
     with pytest.raises(CheckpointError, match=f"{victim}: missing"):
@@ -155,18 +156,18 @@ def test_checkpoint_with_a_missing_file_is_refused(copy):
 
 @pytest.mark.parametrize("where", ["tensor", "object", ".metadata", "common.pt"])
 def test_code_in_a_checkpoint_is_never_run(where, copy, saved, ranks, tmp_path):
-    """A rank reads what the driver has looked at again, and the tensors, which the driver has not."""
+    """A rank reads the files that the driver has checked, and the tensors, which it has not."""
     marker = tmp_path / "marker"
     plant(copy, where, marker)
     (error,) = ranks(1).run(cases.loading_error, folder=saved[0], layout={}, checkpoint=copy)
-    if where == "object":  # another layout has no use for the random state
+    if where == "object":  # the random state is not read under another parallel layout
         assert error == "loaded"
         error = ranks(2).run(cases.loading_error, folder=saved[0], layout=TP2, checkpoint=copy)[0]
     assert error.startswith(f"{copy}") and "not readable" in error and len(error.splitlines()) == 1
     assert not marker.exists()
 
 
-def test_a_flipped_bit_in_a_tensor_is_refused_by_all_ranks(copy, saved, ranks):
+def test_a_flipped_bit_in_a_tensor_is_rejected_by_all_ranks(copy, saved, ranks):
     victim = sorted(copy.glob("*.distcp"))[0]
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
@@ -175,20 +176,20 @@ def test_a_flipped_bit_in_a_tensor_is_refused_by_all_ranks(copy, saved, ranks):
         assert f"{victim}: damaged" in error
 
 
-def test_foreign_folder_is_refused(tmp_path):
+def test_foreign_folder_is_rejected(tmp_path):
     (tmp_path / "model.pt").write_text("not ours")
     with pytest.raises(CheckpointError, match=f"{tmp_path}: no megastep.json"):
         read_manifest(tmp_path)
 
 
-def test_newer_format_is_refused(copy):
+def test_newer_format_is_rejected(copy):
     manifest = json.loads((copy / "megastep.json").read_text())
     (copy / "megastep.json").write_text(json.dumps({**manifest, "format": 99}))
     with pytest.raises(CheckpointError, match="format 99 is newer"):
         read_manifest(copy)
 
 
-def test_checkpoint_of_another_model_is_refused(saved, ranks, models):
+def test_checkpoint_of_another_model_is_rejected(saved, ranks, models):
     other, _ = models("qwen3_moe", num_experts=16)
     (error,) = ranks(1).run(cases.loading_error, folder=other, layout={}, checkpoint=saved[1])
-    assert "is of another model: num_local_experts is 8 there, 16 here" in error
+    assert "is a checkpoint of another model: num_local_experts is 8 there, 16 here" in error

@@ -1,4 +1,4 @@
-"""tools/convert_ckpt.py: bounded memory, all layouts, and one line for each mistake."""
+"""`megastep import` and `export`: bounded memory, all parallel layouts, one line per mistake."""
 
 import contextlib
 import importlib.util
@@ -17,16 +17,17 @@ from safetensors.torch import save_file
 from megastep import cli, signals
 from megastep.models.architecture import read_architecture
 from megastep.weights.hf_files import HFReader, write_shards
-from megastep.weights.mapping import rows_of
+from megastep.weights.mapping import param_mappings
 from tests import cases
 
 MEASURED = """
-import runpy, sys
+import re, runpy, sys
+from pathlib import Path
 
-def peak():  # not ru_maxrss: that of a child begins with the peak of the process that forked it
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+def peak():  # not ru_maxrss: a child's starts at the peak of the process that forked it
+    return int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
-import megastep.sync.offline
+import megastep.conversion.offline
 imports = peak()
 sys.argv = sys.argv[1:]
 try:
@@ -45,7 +46,7 @@ def load_tool() -> ModuleType:
 
 
 def convert(*arguments) -> SimpleNamespace:
-    """The tool in this process; tests/trainer/test_train.py runs it as a user does."""
+    """The tool in this process; tests/trainer/test_train.py runs it as a command."""
     tool = load_tool()
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
@@ -54,7 +55,7 @@ def convert(*arguments) -> SimpleNamespace:
 
 
 def peak_bytes(*arguments) -> tuple[int, int]:
-    """After the imports, which differ between machines, and at the end."""
+    """After the imports, whose size depends on the machine, and at the end."""
     command = [sys.executable, "-c", MEASURED, "tools/convert_ckpt.py", *map(str, arguments)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -73,7 +74,7 @@ def test_import_then_train_equals_loading_the_weights(name, world, layout, ranks
     folder, _ = models(name)
     assert convert("import", folder, tmp_path / "ckpt").returncode == 0
     arguments = dict(folder=folder, layout=layout, steps=2)
-    imported = ranks(world).run(cases.load_and_go_on, checkpoint=tmp_path / "ckpt", **arguments)
+    imported = ranks(world).run(cases.load_and_continue, checkpoint=tmp_path / "ckpt", **arguments)
     direct = ranks(world).run(cases.take_steps, **arguments)
     assert imported == direct
 
@@ -95,7 +96,7 @@ def test_export_of_a_trained_checkpoint_equals_the_live_export(layout, ranks, mo
 
 
 def test_memory_is_bounded_by_a_shard(tmp_path):
-    """A model of 0.9 GB in shards of 60 MB: the peak may not follow the model."""
+    """A model of 0.9 GB in shards of 60 MB: the peak does not depend on the model."""
     shape = dict(
         model_type="llama",
         hidden_size=1024,
@@ -107,13 +108,13 @@ def test_memory_is_bounded_by_a_shard(tmp_path):
         max_position_embeddings=64,
         tie_word_embeddings=False,
     )
-    source, shard = tmp_path / "source", 60_000_000
+    source = tmp_path / "source"
+    shard = 60_000_000
     source.mkdir()
     (source / "config.json").write_text(json.dumps(shape))
-    rows = rows_of(read_architecture(source))
-    total = write_shards(
-        source, ((n, torch.randn(s)) for row in rows.values() for n, s in row.hf), shard
-    )
+    mappings = param_mappings(read_architecture(source)).values()
+    tensors = ((name, torch.randn(size)) for mapping in mappings for name, size in mapping.hf)
+    total = write_shards(source, tensors, shard)
     assert total > 850e6
     measured = (
         peak_bytes("import", source, tmp_path / "ckpt"),
@@ -121,14 +122,13 @@ def test_memory_is_bounded_by_a_shard(tmp_path):
     )
     print(f"model {total / 1e6:.0f} MB, shard {shard / 1e6:.0f} MB, imports and peak: {measured}")
     for imports, peak in measured:
-        assert (
-            peak - imports < 2 * shard + 256e6 + 120e6
-        )  # one file of the checkpoint, and what there is of small things
+        # Two HF shards, one file of the checkpoint, and 120 MB for everything else.
+        assert peak - imports < 2 * shard + 256e6 + 120e6
     one, two = HFReader(source), HFReader(tmp_path / "hf")
     assert all(torch.equal(one(name), two(name)) for name in one.file_of)
 
 
-def test_tokenizer_and_config_come_along(models, tmp_path):
+def test_tokenizer_and_config_are_copied(models, tmp_path):
     import shutil
 
     folder = shutil.copytree(models("llama")[0], tmp_path / "model")
@@ -162,15 +162,13 @@ def test_mistakes_end_in_one_line(arguments, message, tmp_path):
     (tmp_path / "unknown" / "config.json").write_text('{"model_type": "gpt9"}')
     done = convert(*(a.format(tmp=tmp_path) for a in arguments))
     assert done.returncode == 2
-    assert (
-        done.stderr.splitlines()[-1].startswith("error: ")
-        and message.format(tmp=tmp_path) in done.stderr
-    )
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert message.format(tmp=tmp_path) in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
 
 
-def test_megastep_import_and_export_are_the_tool(models, tmp_path, monkeypatch):
-    """From any folder: the tool itself is in the repository only."""
+def test_megastep_import_and_export_work_in_any_folder(models, tmp_path, monkeypatch):
+    """tools/convert_ckpt.py, the same command, is in the repository only."""
     folder, _ = models("llama")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["import", str(folder), "ckpt"]) == 0
@@ -181,8 +179,8 @@ def test_megastep_import_and_export_are_the_tool(models, tmp_path, monkeypatch):
     assert cli.main(["export", "nowhere", "out"]) == 2
 
 
-def test_the_umask_is_obeyed_and_never_changed(tmp_path, monkeypatch):
-    """Other threads make files meanwhile."""
+def test_the_umask_is_respected_and_never_changed(tmp_path, monkeypatch):
+    """It is shared by all threads, and others may create files."""
     before = os.umask(0o027)
     monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was set"))
     try:
@@ -215,11 +213,11 @@ def test_wrong_shape_is_found_before_anything_is_written(models, tmp_path):
 def test_a_signal_leaves_nothing_behind(
     number, code, word, command, models, tmp_path, monkeypatch, capsys
 ):
-    """In the middle of the weights, by whichever name the conversion is called."""
+    """While weights are written, by both names of the command."""
     from megastep.conversion import offline
 
     def signalled(*arguments):
-        assert signals.is_listening()  # else the signal would end the tests
+        assert signals.is_listening()  # else the signal would kill pytest
         os.kill(os.getpid(), number)
         return read(*arguments)
 
@@ -227,6 +225,5 @@ def test_a_signal_leaves_nothing_behind(
     monkeypatch.setattr(offline.HFReader, "__call__", signalled)
     main = cli.main if command == "megastep" else load_tool().main
     assert main(["import", str(models("llama")[0]), str(tmp_path / "ckpt")]) == code
-    assert f"{word}; nothing was left behind" in capsys.readouterr().err and not list(
-        tmp_path.iterdir()
-    )
+    assert f"{word}; nothing was left behind" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Ranks meet at a port that no outgoing connection can take meanwhile."""
+"""Free ports lie below the range of outgoing connections."""
 
 import socket
 from pathlib import Path
@@ -9,22 +9,22 @@ import pytest
 from megastep.distributed import ports
 
 
-def test_a_port_is_free_and_below_the_outgoing_ones():
+def test_a_port_is_free_and_below_the_outgoing_range():
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in {ports.free_port() for _ in range(50)}:
         assert 1024 <= port < first_outgoing
         socket.create_server(("127.0.0.1", port)).close()
 
 
-def test_a_port_that_is_taken_is_not_given(monkeypatch):
+def test_a_port_in_use_is_skipped(monkeypatch):
     with socket.create_server(("", ports.free_port())) as server:
         taken = server.getsockname()[1]
-        chance = Mock(randrange=Mock(side_effect=[taken, taken, taken + 1]))
-        monkeypatch.setattr(ports.random, "SystemRandom", lambda: chance)
+        generator = Mock(randrange=Mock(side_effect=[taken, taken, taken + 1]))
+        monkeypatch.setattr(ports.random, "SystemRandom", lambda: generator)
         assert ports.free_port() == taken + 1
 
 
-def test_none_is_free(monkeypatch):
+def test_no_free_port_is_an_error(monkeypatch):
     with socket.create_server(("", ports.free_port())) as server:
         taken = server.getsockname()[1]
         monkeypatch.setattr(

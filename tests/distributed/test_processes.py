@@ -1,4 +1,4 @@
-"""X6: what a killed process forked does not stay behind."""
+"""X6: the forks of a killed process exit with it."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ time.sleep(300)
 """
 
 
-def test_a_fork_ends_with_its_killed_parent():
+def test_a_fork_exits_with_its_killed_parent():
     parent = subprocess.Popen([sys.executable, "-c", PARENT])
     try:
         children = wait_for(lambda: descendants(parent.pid), 30)

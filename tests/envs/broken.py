@@ -1,4 +1,4 @@
-"""Environments that misbehave: one raises in every episode, another never has its rows."""
+"""Failing environments: one raises in every episode, the other never generates its rows."""
 
 import os
 import time
@@ -15,6 +15,6 @@ class Broken(Chase):
 class Endless(Chase):
     @classmethod
     def generate(cls, random):
-        """Says that it was asked, in the file that the variable names."""
+        """Creates the file that the environment variable names, then hangs."""
         Path(os.environ["ENDLESS_BEGAN"]).touch()
         time.sleep(300)

@@ -1,4 +1,4 @@
-"""The task of the quickstart: its rules, its layout, its model folder, its lazy expert."""
+"""The quickstart's task: rules, prompt format, model folder, lazy expert; and `guess`."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def episode(env, *texts):
     return asyncio.run(run())
 
 
-def test_a_right_answer_is_worth_one():
+def test_a_right_answer_has_reward_1():
     called, answered = episode(
         Chase(ROW), "<think> 2 0 </think> call 0", "<think> 1 3 </think> answer 2"
     )
@@ -37,7 +37,7 @@ def test_a_right_answer_is_worth_one():
     assert answered.done and answered.reward == 1 and answered.metrics == {"success": True}
 
 
-def test_a_wrong_answer_is_worth_nothing():
+def test_a_wrong_answer_has_reward_0():
     (outcome,) = episode(Chase(ROW), "answer 5")
     assert outcome.done and outcome.reward == 0 and outcome.metrics == {"success": False}
 
@@ -58,7 +58,7 @@ def test_generated_episodes_follow_from_the_seed():
     } == {1, 2, 3}
 
 
-def test_layout_of_the_quickstart():
+def test_prompt_format_of_the_quickstart():
     r = Renderer.for_model(FOLDER, "chat")
     history = r.history(asyncio.run(Chase({**ROW, "hops": 2, "key": 7}).start()))
     assert r.tokenizer.decode(history.prompt_ids) == "<bos> <user> hops 2 from 7 <eot> <asst>"
@@ -81,16 +81,17 @@ def test_the_lazy_expert():
     assert [g.id for g in groups] == list(range(600))
     steps = [s for g in groups for t in g.trajectories for s in t.steps]
     assert all(s.logprobs is None and s.loss_mask.all() and len(s.response_ids) == 7 for s in steps)
-    said = [r.text(s.response_ids) for s in steps]
-    hopeful = [text for text in said if not text.startswith("<think> 0")]
-    assert sum("call" in text for text in hopeful) / len(hopeful) == pytest.approx(0.4, abs=0.05)
+    texts = [r.text(s.response_ids) for s in steps]
+    with_hops = [text for text in texts if not text.startswith("<think> 0")]
+    calls = sum("call" in text for text in with_hops)
+    assert calls / len(with_hops) == pytest.approx(0.4, abs=0.05)
     assert np.mean([g.trajectories[0].reward for g in groups]) == pytest.approx(0.28, abs=0.06)
     again = demonstrations(3, seed=1, renderer=r)[2].trajectories[0].steps[0]
     assert again.response_ids.tolist() == groups[2].trajectories[0].steps[0].response_ids.tolist()
 
 
 def test_demonstrations_follow_the_rules_of_the_environment():
-    """Played in the environment itself, a demonstration earns what it says it did."""
+    """Their responses earn the recorded rewards in the environment."""
     r = Renderer.for_model(FOLDER, "chat")
     for number, group in enumerate(demonstrations(60, seed=5, renderer=r)):
         row = Chase.generate(Random(f"chase/5/{number}"))
@@ -105,7 +106,7 @@ def test_target():
     assert [target(ROW["table"], hops, 0) for hops in range(5)] == [0, 3, 2, 1, 0]
 
 
-def test_the_shipped_model_folders_are_what_the_tool_writes(tmp_path):
+def test_make_models_writes_the_shipped_model_folders(tmp_path):
     from tools.make_models import MODELS, write
 
     for name in MODELS:
@@ -122,12 +123,12 @@ def test_guess():
     low, high, bad, right = episode(env, "guess 3", "<think> 4 15 </think> guess 9", "5", "guess 5")
     assert [o.observation[0]["content"] for o in (low, high, bad)] == ["higher", "lower", "error"]
     assert right.done and right.reward == 1
-    # turns that leave the same interval open are in the same state, however they came there
+    # The state is the remaining interval, independent of the history.
     assert episode(Guess({"secret": 5}), "guess 9", "guess 3")[1].state == high.state != low.state
     assert 0 <= Guess.generate(Random(0))["secret"] < 16
 
 
-def test_guess_speaks_the_words_of_the_tokenizer():
+def test_guess_has_only_words_of_the_tokenizer():
     r = Renderer.for_model(FOLDER, "tokens")
     ids = r.prompt_ids(asyncio.run(Guess({"secret": 5}).start()))
     assert r.tokenizer.unk_token_id not in ids.tolist()

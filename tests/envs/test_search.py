@@ -28,12 +28,11 @@ def data(tmp_path_factory):
 
 
 def with_server(data, body):
-    """Run `body(url)` while a server of the corpus listens."""
+    """Run `body(url)` against a server of the corpus."""
 
     async def run():
-        runner, url = await listening(
-            application(read_corpus(data / "corpus.jsonl")), "127.0.0.1", 0
-        )
+        app = application(read_corpus(data / "corpus.jsonl"))
+        runner, url = await listening(app, "127.0.0.1", 0)
         try:
             return await body(url)
         finally:
@@ -42,7 +41,7 @@ def with_server(data, body):
     return asyncio.run(run())
 
 
-def test_s17_two_look_ups_answer_a_question(data):
+def test_s17_two_searches_answer_a_question(data):
     rows = read_rows(str(data / "train.jsonl"), Search, 0, 0)
     row = next(r for r in rows if r["question"].startswith("On which river"))
     person = row["question"].split()[-3]
@@ -81,7 +80,7 @@ def test_wrong_and_malformed_turns(data):
     assert wrong.done and wrong.reward == 0
 
 
-def test_the_server_speaks_both_dialects(data):
+def test_the_server_accepts_query_and_queries(data):
     async def body(url):
         async with aiohttp.ClientSession() as session:
 
@@ -109,7 +108,7 @@ def test_the_server_speaks_both_dialects(data):
     assert health == {"passages": 42}
 
 
-def test_no_server_and_a_strange_one(data):
+def test_no_server_and_an_invalid_response(data):
     row = {"question": "?", "answers": ["x"]}
 
     async def ask(url):
@@ -131,7 +130,7 @@ def test_no_server_and_a_strange_one(data):
         finally:
             await runner.cleanup()
 
-    assert "answered in another form (KeyError: 'result')" in asyncio.run(run())
+    assert "invalid response (KeyError: 'result')" in asyncio.run(run())
 
 
 def test_one_command_starts_the_server(data):
@@ -164,18 +163,18 @@ def test_one_command_starts_the_server(data):
         ("{", ":1: not readable as JSON"),
     ],
 )
-def test_unusable_corpora(content, message, tmp_path):
+def test_invalid_corpora(content, message, tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text(content)
     with pytest.raises(CorpusError, match=message):
         read_corpus(path)
 
 
-def test_answers_are_compared_by_their_words():
+def test_answers_are_compared_without_case_punctuation_and_articles():
     assert plain(" The  Big-Apple!") == plain("bigapple") and plain("a cat") != plain("a dog")
 
 
-def test_the_shipped_questions_have_their_answers_in_the_corpus(data):
+def test_answers_to_the_generated_questions_are_in_the_corpus(data):
     passages = " ".join(
         json.loads(line)["contents"] for line in (data / "corpus.jsonl").read_text().splitlines()
     )

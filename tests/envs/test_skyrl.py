@@ -1,4 +1,4 @@
-"""Environments written for skyrl-gym run as they are: its SQL one on a real database, its search one on our server."""
+"""Environments of skyrl-gym run unchanged: SQL on a real database, search on our server."""
 
 import asyncio
 import shutil
@@ -39,17 +39,17 @@ def sql_row(**more):
     }
 
 
-async def play(env, *texts):
+async def run_episode(env, *texts):
     messages = await env.start()
     outcomes = [await env.step(text, NO_IDS) for text in texts]
     await env.close()
     return messages, outcomes
 
 
-def test_s17_its_sql_environment(databases):
+def test_s17_the_sql_environment(databases):
     env = SkyRL(sql_row(), config={"db_path": str(databases)}, max_turns=4)
     messages, (looked, malformed, solved) = asyncio.run(
-        play(
+        run_episode(
             env,
             "<think>look</think><sql>SELECT name FROM product WHERE id < 2</sql>",
             "<think>hm</think>",
@@ -65,23 +65,22 @@ def test_s17_its_sql_environment(databases):
     assert solved.done and solved.reward == 1 and solved.observation == []
 
 
-def test_its_own_turn_limit_and_its_own_reward(databases):
+def test_turn_limit_and_reward_of_the_environment(databases):
     env = SkyRL(sql_row(), config={"db_path": str(databases)}, max_turns=1)
-    _, (outcome,) = asyncio.run(play(env, "<think>no</think>"))
-    assert outcome.done and outcome.reward == -1  # what it gives for a missing solution
+    _, (outcome,) = asyncio.run(run_episode(env, "<think>no</think>"))
+    assert outcome.done and outcome.reward == -1  # skyrl-gym's reward without a solution
 
 
-def test_s17_its_search_environment_on_our_server(tmp_path):
+def test_s17_the_search_environment_on_our_server(tmp_path):
     search_data.write(tmp_path, people=20, questions=2, seed=0)
 
     async def run():
-        runner, url = await listening(
-            application(read_corpus(tmp_path / "corpus.jsonl")), "127.0.0.1", 0
-        )
+        app = application(read_corpus(tmp_path / "corpus.jsonl"))
+        runner, url = await listening(app, "127.0.0.1", 0)
         config = {"log_requests": False, "search_url": url, "topk": 2, "timeout": 5}
         row = {"prompt": PROMPT, "reward_spec": {"ground_truth": {"target": ["Lamp"]}}}
         try:
-            return await play(
+            return await run_episode(
                 SkyRL(row, env="search", config=config, max_turns=3),
                 "<search>city river</search>",
                 "<answer>lamp</answer>",
@@ -95,7 +94,7 @@ def test_s17_its_search_environment_on_our_server(tmp_path):
     assert answered.done and answered.reward == 1
 
 
-def test_what_it_lacks_is_said(databases):
+def test_errors_name_what_is_missing(databases):
     with pytest.raises(EnvError, match="env.options.env: must be given"):
         SkyRL({"prompt": PROMPT})
     with pytest.raises(FileNotFoundError, match="none.sqlite"):

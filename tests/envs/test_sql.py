@@ -1,4 +1,4 @@
-"""S17: multi-turn SQL on real SQLite files; what the model writes can neither change nor hang anything."""
+"""S17: multi-turn SQL on SQLite files; queries of the model can neither write nor hang."""
 
 import asyncio
 import hashlib
@@ -57,7 +57,8 @@ def test_s17_an_episode_of_several_turns(data):
     )
     looked, wrong, hint, solved = turns(
         env,
-        "<think>look first, not <solution>this</solution></think><sql>SELECT id, name FROM product LIMIT 1</sql>",
+        "<think>look first, not <solution>this</solution></think>"
+        "<sql>SELECT id, name FROM product LIMIT 1</sql>",
         "<sql>SELECT colour FROM product</sql>",
         "I do not know.",
         "<solution>SELECT name FROM product ORDER BY id LIMIT 1</solution>",
@@ -72,7 +73,7 @@ def test_s17_an_episode_of_several_turns(data):
 @pytest.mark.parametrize(
     "solution", ["SELECT name FROM product WHERE id = 2", "SELEC", "", FOREVER]
 )
-def test_s17_a_wrong_solution_is_worth_nothing(data, solution):
+def test_s17_a_wrong_solution_has_reward_0(data, solution):
     (outcome,) = turns(make(data, query_timeout_s=0.2), f"<solution>{solution}</solution>")
     assert outcome.done and outcome.reward == 0 and not outcome.metrics["success"]
 
@@ -94,7 +95,7 @@ def test_s17_a_wrong_solution_is_worth_nothing(data, solution):
         "BEGIN EXCLUSIVE",
     ],
 )
-def test_s17_queries_may_read_and_nothing_else(database, query):
+def test_s17_queries_can_only_read(database, query):
     before = hashlib.sha256(database.read_bytes()).hexdigest()
     with pytest.raises(QueryError):
         run_query(database, query, 5.0, 10)
@@ -112,14 +113,17 @@ def test_s17_the_connection_itself_is_read_only(database, monkeypatch):
     assert sql_worker.answer(request) == {"error": "attempt to write a readonly database"}
 
 
-def test_s17_a_query_that_never_ends_is_stopped(database):
+def test_s17_an_endless_query_is_stopped(database):
     begin = time.monotonic()
     with pytest.raises(QueryError, match="stopped after 0.2 s"):
         run_query(database, FOREVER, 0.2, 10)
     assert time.monotonic() - begin < 2
 
 
-WITHIN_A_FUNCTION = "SELECT instr(replace(hex(zeroblob(499000)), '0', 'a'), replace(hex(zeroblob(240000)), '0', 'a') || 'b')"
+WITHIN_A_FUNCTION = (
+    "SELECT instr(replace(hex(zeroblob(499000)), '0', 'a'), "
+    "replace(hex(zeroblob(240000)), '0', 'a') || 'b')"
+)
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
 GREEDY = [
     ENDLESS + "SELECT zeroblob(999999) FROM n",
@@ -132,17 +136,17 @@ GREEDY = [
 
 
 def peak_mb(process: int | str) -> int:
-    (line,) = [
-        line for line in Path(f"/proc/{process}/status").read_text().splitlines() if "VmHWM" in line
-    ]
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    (line,) = [line for line in lines if "VmHWM" in line]
     return int(line.split()[1]) >> 10
 
 
 @pytest.mark.parametrize("query", GREEDY, ids=range(len(GREEDY)))
-def test_d2_a_query_that_wants_memory_is_stopped_and_the_episode_goes_on(data, query, monkeypatch):
-    """One of these took 3 GB of the driver, another 4."""
-    monkeypatch.setattr(sql_pool, "QUANTUM_S", 60.0)  # so that its process is kept, to be looked at
-    env, before = make(data, query_timeout_s=10.0), peak_mb("self")
+def test_d2_a_query_without_memory_is_stopped_and_the_episode_continues(data, query, monkeypatch):
+    """In the driver, one of these took 3 GB, another 4."""
+    monkeypatch.setattr(sql_pool, "QUANTUM_S", 60.0)  # its worker stays idle and can be inspected
+    env = make(data, query_timeout_s=10.0)
+    before = peak_mb("self")
     greedy, after, solved = turns(
         env,
         f"<sql>{query}</sql>",
@@ -157,7 +161,7 @@ def test_d2_a_query_that_wants_memory_is_stopped_and_the_episode_goes_on(data, q
 
 
 def test_d2_a_query_that_hangs_within_a_function_is_stopped(database):
-    """SQLite looks at the clock between its instructions only: the process ends, and another takes its place."""
+    """SQLite checks the time between instructions only: the worker ends and is replaced."""
     begin = time.monotonic()
     with pytest.raises(QueryError, match="stopped after 0.1 s"):
         run_query(database, WITHIN_A_FUNCTION, 0.1, 10)
@@ -165,7 +169,7 @@ def test_d2_a_query_that_hangs_within_a_function_is_stopped(database):
     assert run_query(database, "SELECT 1", 5.0, 10) == [(1,)]
 
 
-def test_d2_a_process_that_died_while_idle_is_replaced_unnoticed(database):
+def test_d2_a_worker_that_died_while_idle_is_replaced(database):
     run_query(database, "SELECT 1", 5.0, 10)
     worker = sql_pool._idle[-1]
     worker.process.kill()
@@ -183,10 +187,8 @@ def test_d2_a_process_that_died_while_idle_is_replaced_unnoticed(database):
         (signal.SIGALRM, "stopped after 5 s"),
     ],
 )
-def test_d2_a_process_that_is_ended_meanwhile_is_asked_again_unless_the_query_is_to_blame(
-    database, number, answer
-):
-    """A process in the worker's place takes the question and dies of the signal."""
+def test_d2_a_query_is_retried_unless_it_caused_the_death_of_its_worker(database, number, answer):
+    """A process in the worker's place reads the request and dies of the signal."""
     run_query(database, "SELECT 1", 5.0, 10)
     worker = sql_pool._idle[-1]
     worker.end()
@@ -202,8 +204,8 @@ def test_d2_a_process_that_is_ended_meanwhile_is_asked_again_unless_the_query_is
     assert worker not in sql_pool._idle and run_query(database, "SELECT 1", 5.0, 10) == [(1,)]
 
 
-def test_d2_the_whole_process_has_a_limit_of_memory(database):
-    """Where SQLite's own does not hold, such as for what Python makes of its rows."""
+def test_d2_the_worker_process_has_a_memory_limit(database):
+    """SQLite's own limit excludes, for example, the rows as Python objects."""
     run_query(database, "SELECT 1", 5.0, 10)
     limits = Path(f"/proc/{sql_pool._idle[-1].process.pid}/limits").read_text()
     (line,) = [line for line in limits.splitlines() if line.startswith("Max address space")]
@@ -251,11 +253,11 @@ def test_d2_functions_that_are_not_on_the_list(database, function):
         ("char(55357, 56832) IS NOT NULL", 1),
     ],
 )
-def test_d2_what_questions_need_still_runs(database, expression, value):
+def test_d2_allowed_expressions(database, expression, value):
     assert run_query(database, f"SELECT {expression}", 5.0, 1) == [(value,)]
 
 
-def test_d2_processes_are_used_again_and_bounded(data):
+def test_d2_workers_are_reused_and_bounded(data):
     sql_pool.end_workers()
 
     async def run():
@@ -267,11 +269,11 @@ def test_d2_processes_are_used_again_and_bounded(data):
     outcomes = asyncio.run(run())
     assert all(outcome.observation[0]["content"] == "8" for outcome in outcomes)
     asyncio.run(run())
-    assert 1 <= len(sql_pool._idle) <= sql_pool.MOST
+    assert 1 <= len(sql_pool._idle) <= sql_pool.MAX_QUICK
 
 
-def test_d2_processes_end_with_whoever_started_them(database):
-    """Killed, it cannot tell them: their input ends."""
+def test_d2_workers_end_with_a_killed_driver(database):
+    """Their stdin closes."""
     script = f"""
 import os, signal
 from pathlib import Path
@@ -293,21 +295,21 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def running() -> set:
-    """Processes for queries, below this one."""
+    """Worker processes of this one."""
     return {p for p in descendants(os.getpid()) if any("sql_worker" in line for line in alive({p}))}
 
 
-def test_s17_slow_queries_do_not_hold_up_other_episodes(data):
-    """More of them than there are places; 20 s is far more than anything else takes here."""
+def test_s17_slow_queries_do_not_block_other_episodes(data):
+    """More of them than slots; 20 s is much longer than anything else here."""
 
     async def run():
         slow = [
             asyncio.create_task(
                 make(data, query_timeout_s=20.0).step(f"<sql>{FOREVER}</sql>", NO_IDS)
             )
-            for _ in range(2 * sql_pool.MOST)
+            for _ in range(2 * sql_pool.MAX_QUICK)
         ]
-        while len(running()) < len(slow) or sql_pool._places._value < sql_pool.MOST:
+        while len(running()) < len(slow) or sql_pool._quick_slots._value < sql_pool.MAX_QUICK:
             assert not any(task.done() for task in slow)
             await asyncio.sleep(0.02)
         quick = await make(data).step("<sql>SELECT 1</sql>", NO_IDS)
@@ -323,7 +325,7 @@ def test_s17_slow_queries_do_not_hold_up_other_episodes(data):
     sql_pool.end_workers()
     quick, still_slow, shown = asyncio.run(run())
     assert quick == "1" and still_slow == len(shown) and set(shown) == {"error: stopped after 20 s"}
-    assert len(sql_pool._idle) <= 1  # slow ones are not used again
+    assert len(sql_pool._idle) <= 1  # workers of slow queries are not reused
 
 
 def test_s17_slow_queries_are_bounded(data, monkeypatch):
@@ -363,12 +365,12 @@ def test_results_are_shortened(data):
     assert none.observation[0]["content"] == "(no rows)"
 
 
-def test_a_huge_cell_is_refused(database):
+def test_a_huge_cell_is_rejected(database):
     with pytest.raises(QueryError, match="too big"):
         run_query(database, "SELECT zeroblob(2000000)", 5.0, 1)
 
 
-def test_rows_are_compared_as_a_bag_unless_ordered():
+def test_rows_are_compared_as_a_multiset_unless_ordered():
     assert same_rows([(1,), (2,)], [(2,), (1,)], ordered=False)
     assert not same_rows([(1,), (2,)], [(2,), (1,)], ordered=True)
     assert not same_rows([(1,), (1,)], [(1,)], ordered=False)
@@ -376,7 +378,7 @@ def test_rows_are_compared_as_a_bag_unless_ordered():
     assert not same_rows([(1, 2)], [(2, 1)], ordered=False)
 
 
-def test_order_counts_where_the_answer_is_ordered(data):
+def test_order_counts_where_the_reference_query_orders(data):
     gold = "SELECT name FROM product ORDER BY price"
     (other,) = turns(
         make(data, gold), "<solution>SELECT name FROM product ORDER BY price DESC</solution>"
@@ -387,7 +389,7 @@ def test_order_counts_where_the_answer_is_ordered(data):
     assert (other.reward, same.reward) == (0, 1)
 
 
-def test_mistakes_of_the_data_set_are_not_the_models(data):
+def test_errors_of_the_data_set_fail_the_episode(data):
     with pytest.raises(EnvError, match="the data set's own query fails: no such table: nowhere"):
         turns(make(data, "SELECT * FROM nowhere"), "<solution>SELECT 1</solution>")
     env = SQL({"question": "?", "database": "none.sqlite", "sql": "SELECT 1"}, databases=str(data))
@@ -395,7 +397,7 @@ def test_mistakes_of_the_data_set_are_not_the_models(data):
         asyncio.run(env.start())
 
 
-def test_the_shipped_questions_are_answered_by_their_own_queries(data):
+def test_generated_questions_are_answered_by_their_queries(data):
     for split in ("train", "eval"):
         rows = read_rows(str(data / f"{split}.jsonl"), SQL, 0, 0)
         asked = {"train": {"shop_0.sqlite", "shop_1.sqlite"}, "eval": {"shop_2.sqlite"}}
@@ -411,8 +413,6 @@ def test_the_same_seed_writes_the_same_data(data, tmp_path):
     sql_data.write(tmp_path, databases=3, questions=60, seed=0)
     for name in ("train.jsonl", "eval.jsonl"):
         assert (tmp_path / name).read_text() == (data / name).read_text()
-    dump = [
-        "\n".join(sqlite3.connect(f / "databases/shop_1.sqlite").iterdump())
-        for f in (tmp_path, data)
-    ]
-    assert dump[0] == dump[1]
+    path = "databases/shop_1.sqlite"
+    written = list(sqlite3.connect(tmp_path / path).iterdump())
+    assert written == list(sqlite3.connect(data / path).iterdump())

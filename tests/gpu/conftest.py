@@ -10,6 +10,5 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.gpu)
         needed = next((mark.args[0] for mark in item.iter_markers("gpus")), 1)
         if gpus < needed:
-            item.add_marker(
-                pytest.mark.skip(reason=f"needs {needed} CUDA device(s), {gpus} are here")
-            )
+            reason = f"needs {needed} CUDA device(s), found {gpus}"
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,5 +1,5 @@
-"""Expected: logprobs of the Transformer Engine policy within 2e-2 of transformers in bf16, for packed sequences (its
-own kernel) and for tries that branch (FlexAttention). Not run yet.
+"""Expected: logprobs of the Transformer Engine policy within 2e-2 of transformers in bf16, for
+packed sequences (Transformer Engine's kernel) and branching tries (FlexAttention). Not run yet.
 """
 
 import numpy as np
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 
-@pytest.mark.parametrize("layout", ["flat", "trie"])
+@pytest.mark.parametrize("pack_layout", ["flat", "trie"])
 @pytest.mark.parametrize("name", ["llama", "qwen2_tied", "qwen3_yarn", "qwen3_moe", "mixtral"])
-def test_logprobs_equal_transformers(name, layout, models):
+def test_logprobs_equal_transformers(name, pack_layout, models):
     from megastep.distributed import parallel
     from tests import cases, ranks
     from tests.policy.updates import make_groups, micro_batches, plain_logprobs
@@ -19,8 +19,8 @@ def test_logprobs_equal_transformers(name, layout, models):
     ranks.current = (0, 1, "127.0.0.1:29533")
     worker = cases.make_worker(folder, {}, {"policy.precision": "bf16"})
     try:
-        batches = micro_batches(groups, 1, 4096, layout)[0]
-        assert batches[0].trie.branches == (layout == "trie")
+        batches = micro_batches(groups, 1, 4096, pack_layout)[0]
+        assert batches[0].trie.branches == (pack_layout == "trie")
         found = cases.by_step(batches, worker.logprobs(batches))
     finally:
         parallel.stop()

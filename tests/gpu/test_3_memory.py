@@ -1,5 +1,5 @@
-"""Expected: weights, gradients, optimizer as planned, to the byte; activations within 15% of the plan; of an optimizer
-in CPU memory nothing on the GPU. Not run yet.
+"""Expected: weights, gradients and optimizer equal the plan to the byte, activations within 15%; an
+optimizer in CPU memory takes nothing on the GPU. Not run yet.
 """
 
 import pytest
@@ -7,8 +7,8 @@ import torch
 
 from megastep.config import Config
 from megastep.models.architecture import read_architecture
+from megastep.plan.model_states import model_states
 from megastep.plan.planning import stage_memory
-from megastep.plan.shares import shares
 
 TOKENS = 8192
 BIG = dict(
@@ -25,18 +25,19 @@ EXPERTS = dict(moe_intermediate_size=768, num_experts=32, num_experts_per_tok=4)
 
 @pytest.mark.parametrize("recompute", [[], ["full"], ["core_attn"]])
 @pytest.mark.parametrize("model, shape", [("qwen3_yarn", BIG), ("qwen3_moe", BIG | EXPERTS)])
-def test_x8_the_plan_is_what_a_gpu_holds(model, shape, recompute, models):
+def test_x8_gpu_memory_equals_the_plan(model, shape, recompute, models):
     from megastep.distributed import parallel
     from tests import cases, ranks
 
     folder, _ = models(model, **shape)
     config = Config()
     config.model.path = str(folder)
-    config.policy.precision, config.policy.recompute = "bf16", recompute
+    config.policy.precision = "bf16"
+    config.policy.recompute = recompute
     config.train.micro_batch_tokens = TOKENS
     arch = read_architecture(folder)
-    (share,) = shares(config, arch)
-    stage = stage_memory(config, arch, 0, share, micro_batches=1)
+    (states,) = model_states(config, arch)
+    stage = stage_memory(config, arch, 0, states, micro_batches=1)
     ranks.current = (0, 1, "127.0.0.1:29534")
     settings = {"policy.precision": "bf16", "policy.recompute": recompute}
     try:
@@ -49,11 +50,13 @@ def test_x8_the_plan_is_what_a_gpu_holds(model, shape, recompute, models):
         activations = torch.cuda.max_memory_allocated() - before
     finally:
         parallel.stop()
-    assert held == dict(weights=share.weights, gradients=share.gradients, optimizer=share.optimizer)
+    assert held == dict(
+        weights=states.weights, gradients=states.gradients, optimizer=states.optimizer
+    )
     assert activations == pytest.approx(stage.activations, rel=0.15), stage
 
 
-def test_x8_an_offloaded_optimizer_leaves_nothing_on_the_gpu(models):
+def test_x8_an_offloaded_optimizer_takes_no_gpu_memory(models):
     from megastep.distributed import parallel
     from tests import cases, ranks
 
@@ -66,7 +69,7 @@ def test_x8_an_offloaded_optimizer_leaves_nothing_on_the_gpu(models):
         worker.update(batches)
         held = cases.resident(worker)
         # An fp32 copy of the weights would be as large as the gradients.
-        beside = torch.cuda.memory_allocated() - before - held["weights"] - held["gradients"]
+        other = torch.cuda.memory_allocated() - before - held["weights"] - held["gradients"]
     finally:
         parallel.stop()
-    assert held["optimizer"] == 0 and beside < held["gradients"] / 4
+    assert held["optimizer"] == 0 and other < held["gradients"] / 4

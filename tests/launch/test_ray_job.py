@@ -290,7 +290,7 @@ def test_d5_the_manifest_trains_with_a_config_that_loads(manifest):
         == 16
     )
     assert loaded.cluster.colocate and loaded.run.name and loaded.checkpoint.every_steps > 0
-    assert not make_plan(loaded).troubles()
+    assert not make_plan(loaded).problems()
 
 
 def test_d5_manifest_has_the_pinned_version_of_ray(manifest):

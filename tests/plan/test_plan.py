@@ -1,4 +1,4 @@
-"""X8: what the planner says, against what runs on CPU hold, against Megatron-LM's formula, and as people see it."""
+"""X8: the planner against measured runs on CPU, Megatron-LM's formula, and its printed output."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ from megastep import cli
 from megastep.config import Config, ParallelConfig, load
 from megastep.models.architecture import parse_architecture, read_architecture
 from megastep.plan.activations import Layer
+from megastep.plan.model_states import model_states
 from megastep.plan.planning import GIB, in_flight, make_plan, micro_batches_per_rank, stage_memory
-from megastep.plan.shares import shares
-from megastep.plan.suggest import _layout, suggest, uneven
+from megastep.plan.suggest import _layers_per_stage, suggest, uneven
 from megastep.samples import lay_out
 from megastep.types import Sample
 from tests import cases
@@ -53,18 +53,16 @@ RUNS = [
 
 
 @pytest.mark.parametrize("model, world, layout, precision, recompute, micro_batches", RUNS)
-def test_x8_estimates_are_what_a_run_holds(
+def test_x8_estimates_match_a_run(
     model, world, layout, precision, recompute, micro_batches, ranks, models
 ):
     """Weights, gradients and optimizer exactly, activations within 15%."""
     folder, _ = models(model, **SHAPES[model])
     config = Config()
     config.model.path = str(folder)
-    config.policy.ranks, config.policy.precision, config.policy.recompute = (
-        world,
-        precision,
-        recompute,
-    )
+    config.policy.ranks = world
+    config.policy.precision = precision
+    config.policy.recompute = recompute
     config.policy.parallel = ParallelConfig(**layout)
     config.train.micro_batch_tokens = TOKENS
     arch = read_architecture(folder)
@@ -78,11 +76,13 @@ def test_x8_estimates_are_what_a_run_holds(
         micro_batches=micro_batches,
     )
     per_stage = world // config.policy.parallel.pipeline
-    for number, share in enumerate(shares(config, arch)):
+    for number, states in enumerate(model_states(config, arch)):
         of_ranks = found[number * per_stage : (number + 1) * per_stage]
-        expected = dict(weights=share.weights, gradients=share.gradients, optimizer=share.optimizer)
+        expected = dict(
+            weights=states.weights, gradients=states.gradients, optimizer=states.optimizer
+        )
         assert {key: max(rank[key] for rank in of_ranks) for key in expected} == expected
-        stage = stage_memory(config, arch, number, share, micro_batches, cuda=False)
+        stage = stage_memory(config, arch, number, states, micro_batches, cuda=False)
         measured = max(rank["activations"] for rank in of_ranks)
         assert stage.activations == pytest.approx(measured, rel=0.15), stage
 
@@ -91,7 +91,7 @@ def test_x8_estimates_are_what_a_run_holds(
 
 
 def plain(**changes):
-    """A dense model without grouped queries, whose gated layer has as many weights as 4 h without gate."""
+    """A dense model without grouped queries; its gated MLP has as many weights as a 4 h MLP."""
     shape = dict(
         model_type="llama",
         hidden_size=6144,
@@ -106,26 +106,30 @@ def plain(**changes):
 
 
 @pytest.mark.parametrize("tensor", [1, 8])
-def test_x8_a_dense_layer_keeps_what_the_published_formula_says(tensor):
-    """34 s b h bytes per layer (Korthikanti et al., eq. 2, without the scores that flash attention does not keep), of
-    which 2 are masks of dropout. Theirs has no rotary embedding: no rotated copies, no cos and sin."""
+def test_x8_a_dense_layer_matches_the_published_formula(tensor):
+    """34 s b h bytes per layer: Korthikanti et al., eq. 2, without the scores of attention.
+
+    Flash attention does not keep them. 2 of the 34 are dropout masks. The formula has no rotary
+    embedding: no rotated copies, no cos and sin.
+    """
     arch = plain()
-    layer = Layer(arch, ParallelConfig(tensor=tensor), number=0, size=2)
+    layer = Layer(arch, ParallelConfig(tensor=tensor), number=0, itemsize=2)
     rotary = layer.parts["rope"] + layer.parts["attention"]
     ours = sum(layer.parts.values()) - rotary - layer.parts["log-sum-exp"]
     assert ours == pytest.approx((34 - 2) * arch.hidden / tensor, rel=1e-3)
 
 
 @pytest.mark.parametrize("ranks", [8, 16])
-def test_x8_a_rank_holds_what_the_published_formula_says(ranks, tmp_path):
-    """Megatron-LM's estimate: 6 + 12 / data-parallel size bytes per parameter, with the distributed optimizer."""
+def test_x8_model_states_match_the_published_formula(ranks, tmp_path):
+    """Megatron-LM, distributed optimizer: 6 + 12 / data-parallel size bytes per parameter."""
     config = Config()
     config.model.path = str(write_model(tmp_path, plain().hf))
-    config.policy.ranks, config.policy.precision = ranks, "bf16"
+    config.policy.ranks = ranks
+    config.policy.precision = "bf16"
     config.policy.parallel = ParallelConfig(tensor=4)
-    (share,) = shares(config, plain())
-    held = share.weights + share.gradients + share.optimizer
-    assert held == pytest.approx((6 + 12 / (ranks / 4)) * share.parameters, rel=1e-5)
+    (states,) = model_states(config, plain())
+    total = states.weights + states.gradients + states.optimizer
+    assert total == pytest.approx((6 + 12 / (ranks / 4)) * states.parameters, rel=1e-5)
 
 
 def write_model(folder, hf: dict):
@@ -133,7 +137,7 @@ def write_model(folder, hf: dict):
     return folder
 
 
-def test_x8_micro_batches_in_flight_are_those_of_megatrons_schedules():
+def test_x8_micro_batches_in_flight_match_megatrons_schedules():
     assert [in_flight(4, 1, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
     assert [in_flight(4, 1, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
     # Interleaved with two chunks: 2 × 3 + 4 + 1 = 11 chunks on the first stage.
@@ -146,13 +150,12 @@ def test_x8_micro_batches_in_flight_are_those_of_megatrons_schedules():
 def big() -> Config:
     config = Config()
     config.model.path = "configs/models/qwen3-30b-a3b"
-    config.policy.ranks, config.policy.precision = 16, "bf16"
+    config.policy.ranks = 16
+    config.policy.precision = "bf16"
     config.policy.parallel = ParallelConfig(pipeline=2, expert=8)
-    config.engine.tensor_parallel, config.engine.num_engines, config.engine.max_model_len = (
-        2,
-        8,
-        16384,
-    )
+    config.engine.num_engines = 8
+    config.engine.tensor_parallel = 2
+    config.engine.max_model_len = 16384
     config.rollout.max_response_tokens = 4096
     config.cluster.colocate = True
     return config
@@ -160,41 +163,44 @@ def big() -> Config:
 
 def test_x8_counts_of_a_batch():
     config = big()
-    config.rollout.prompts, config.rollout.samples_per_prompt = 64, 8
+    config.rollout.prompts = 64
+    config.rollout.samples_per_prompt = 8
     plan = make_plan(config, trajectory_tokens=10_000)
     assert plan.parameters == 30_532_122_624  # as Hugging Face counts Qwen3-30B-A3B
     assert plan.sync_bytes == 2 * plan.parameters
-    assert (
-        plan.micro_batches == 64 * 8 // 8
-    )  # whole trajectories, of which a micro-batch of 16384 tokens holds one
+    # A micro-batch of 16384 tokens holds one whole trajectory; 8 data-parallel ranks.
+    assert plan.micro_batches == 64 * 8 // 8
     assert plan.bubble == 1 / (plan.micro_batches + 1)
-    assert plan.route_bytes == 64 * 8 * 10_000 * 48 * 8
+    assert plan.routing_bytes == 64 * 8 * 10_000 * 48 * 8
     assert plan.engine.kv_per_token == 2 * 48 * 2 * 128 * 2
 
 
-def test_x8_what_does_not_fit_is_told_with_its_cause_and_a_way_out():
+def test_x8_a_plan_that_does_not_fit_reports_cause_and_suggestion():
     plan = make_plan(big())
-    worst, *_ = plan.troubles()
-    assert worst.startswith("training on stage 1: most of it is activations")
+    worst, *_ = plan.problems()
+    assert worst.startswith("training on stage 1: mostly activations, ")
     change, fitting = suggest(plan.config, 79.6, None)
     assert change == {"policy.recompute": ["full"]}
-    assert not fitting.troubles() and fitting.left > 0
-    assert plan.config.policy.recompute == []  # what was asked for stays as it was
+    assert not fitting.problems() and fitting.free_bytes > 0
+    assert plan.config.policy.recompute == []  # the given config is not modified
 
 
 def test_x8_more_gpus_are_suggested_only_where_nothing_else_helps():
     config = big()
     config.model.path = "configs/models/qwen3-32b"
-    config.policy.ranks, config.policy.parallel = 2, ParallelConfig()
-    config.engine.num_engines, config.engine.tensor_parallel = 1, 2
+    config.policy.ranks = 2
+    config.policy.parallel = ParallelConfig()
+    config.engine.num_engines = 1
+    config.engine.tensor_parallel = 2
     config.cluster.colocate = False
     change, fitting = suggest(config, 79.6, None)
-    assert change["policy.ranks"] > 2 and not fitting.troubles()
+    assert change["policy.ranks"] > 2 and not fitting.problems()
 
 
-def test_x8_the_users_own_sizes_are_among_those_that_are_tried():
+def test_x8_the_given_sizes_are_among_the_candidates():
     config = big()
-    config.policy.ranks, config.policy.parallel.pipeline = 24, 3
+    config.policy.ranks = 24
+    config.policy.parallel.pipeline = 3
     change, _ = suggest(config, 79.6, None)
     assert change == {"policy.recompute": ["full"]}
 
@@ -206,9 +212,8 @@ def test_x8_engines_that_do_not_fit_get_more_gpus_each():
         has_cuda=True,
     )
     change, fitting = suggest(config, 79.6, None)
-    assert (
-        change == {"engine.tensor_parallel": 2, "engine.num_engines": 4} and not fitting.troubles()
-    )
+    assert change == {"engine.tensor_parallel": 2, "engine.num_engines": 4}
+    assert not fitting.problems()
 
 
 def test_x8_uneven_stages_have_fewer_layers_at_the_ends():
@@ -219,45 +224,47 @@ def test_x8_uneven_stages_have_fewer_layers_at_the_ends():
 def test_x8_virtual_stages_are_split_too():
     config = big()
     config.policy.parallel.virtual = 2
-    layers = _layout(config, plain(num_hidden_layers=94), 16, tensor=1, pipeline=4, expert=1)
-    assert layers["policy.parallel.layers_per_stage"] == [11, 12, 12, 12, 12, 12, 12, 11]
+    layers = _layers_per_stage(config, plain(num_hidden_layers=94), pipeline=4)
+    assert layers == [11, 12, 12, 12, 12, 12, 12, 11]
 
 
 @pytest.mark.parametrize(
-    "change, trouble",
+    "change, problem",
     [
         (("engine.gpu_memory_utilization", 0.95), "rollout on stage"),
-        (("engine.tensor_parallel", 1), "engine: keys and values of one call"),
+        (("engine.tensor_parallel", 1), "engine: no room for the KV cache of one call"),
         (("optimizer.cpu_offload_fraction", 1.0), None),
     ],
 )
-def test_x8_rollout_and_engine_have_to_fit_too(change, trouble):
+def test_x8_rollout_and_engine_must_fit_too(change, problem):
     config = big()
     config.policy.recompute = ["full"]
     before = make_plan(config)
-    assert not before.troubles()
+    assert not before.problems()
     section, name = change[0].split(".")
     setattr(getattr(config, section), name, change[1])
     after = make_plan(config, 79.6)
-    if trouble:
-        assert any(line.startswith(trouble) for line in after.troubles()), after.troubles()
+    if problem:
+        assert any(line.startswith(problem) for line in after.problems()), after.problems()
     else:
-        assert before.stages[0].policy - after.stages[0].policy == before.stages[0].share.optimizer
-        # It waits there between updates in any case; gradients come only where the work is done there.
+        assert before.stages[0].policy - after.stages[0].policy == before.stages[0].states.optimizer
+        # Colocated, the states are in CPU memory during rollouts anyway: only gradients are added.
         assert after.stages[0].host == before.stages[0].host * 16 // 12
 
 
 def test_x8_half_an_optimizer_stays_on_the_gpu_during_rollouts():
-    """Megatron's hybrid optimizer cannot let go of the GPU's part; a whole one is moved away."""
+    """Megatron's hybrid optimizer cannot offload its GPU part; a whole optimizer is offloaded."""
     config = big()
     whole = make_plan(config)
     config.optimizer.cpu_offload_fraction = 0.5
-    half, (stage, *_) = make_plan(config), whole.stages
-    assert half.rolling_out(half.stages[0]) - whole.rolling_out(stage) == stage.share.optimizer // 2
-    assert half.stages[0].host == stage.share.owned * 16 // 2
+    half = make_plan(config)
+    stage = whole.stages[0]
+    more = half.rollout_bytes(half.stages[0]) - whole.rollout_bytes(stage)
+    assert more == stage.states.optimizer // 2
+    assert half.stages[0].host == stage.states.optimizer_parameters * 16 // 2
 
 
-def test_x8_activations_that_are_offloaded_are_in_cpu_memory():
+def test_x8_offloaded_activations_are_in_cpu_memory():
     config = big()
     config.policy.parallel = ParallelConfig(expert=8)
     (before,) = make_plan(config).stages
@@ -272,26 +279,21 @@ def test_x8_activations_that_are_offloaded_are_in_cpu_memory():
 )
 @pytest.mark.parametrize("ranks, virtual", [(1, 1), (3, 1), (2, 2)])
 def test_x8_micro_batches_are_counted_as_they_are_packed(samples, tokens, ranks, virtual):
-    """Trajectories of one length that share nothing, through the packing itself."""
+    """Trajectories of one length without shared prefixes, against the packing."""
     config = big()
-    config.rollout.prompts, config.rollout.samples_per_prompt, config.train.micro_batch_tokens = (
-        7,
-        samples,
-        16,
-    )
-    config.policy.ranks, config.policy.parallel = (
-        2 * ranks,
-        ParallelConfig(pipeline=2, virtual=virtual),
-    )
-    steps = iter(range(10**6))
-    made = [
-        Sample(step(0, row[:1], row[1:]), group, trajectory, advantage=1.0, weight=1e-3)
-        for group in range(7)
-        for trajectory in range(samples)
-        for row in [np.full(tokens + 1, next(steps), np.int32)]
-    ]
+    config.rollout.prompts = 7
+    config.rollout.samples_per_prompt = samples
+    config.train.micro_batch_tokens = 16
+    config.policy.ranks = 2 * ranks
+    config.policy.parallel = ParallelConfig(pipeline=2, virtual=virtual)
+    batch = []
+    for group in range(7):
+        for trajectory in range(samples):
+            row = np.full(tokens + 1, len(batch), np.int32)
+            sample_step = step(0, row[:1], row[1:])
+            batch.append(Sample(sample_step, group, trajectory, advantage=1.0, weight=1e-3))
     packed, _ = lay_out(
-        made, ranks, budget_tokens=16, pack_layout="trie", rounds_of=2 if virtual > 1 else 1
+        batch, ranks, budget_tokens=16, pack_layout="trie", rounds_of=2 if virtual > 1 else 1
     )
     assert micro_batches_per_rank(config, tokens) == len(packed[0])
 
@@ -301,16 +303,14 @@ def test_x8_a_kl_counts_the_weights_twice():
     config.policy.recompute = ["full"]
     config.loss.kl_coef = 0.01
     stage = make_plan(config).stages[0]
-    assert (
-        stage.activations >= stage.share.weights
-        and stage.host >= stage.share.weights + stage.share.optimizer
-    )
+    assert stage.activations >= stage.states.weights
+    assert stage.host >= stage.states.weights + stage.states.optimizer
 
 
 # ---------------------------------------------------------------- the command
 
 
-def test_x8_the_command_says_fits_by_its_exit_code(tmp_path, capsys):
+def test_x8_the_exit_code_reports_whether_it_fits(tmp_path, capsys):
     def plan(*arguments) -> tuple[int, str]:
         return cli.main(["plan", *arguments]), capsys.readouterr().out
 
@@ -342,7 +342,8 @@ def test_x8_the_command_says_fits_by_its_exit_code(tmp_path, capsys):
         (8, 2, [3, 5], "policy.parallel.pipeline=4 policy.parallel.layers_per_stage=null"),
     ],
 )
-def test_x8_what_is_suggested_can_be_given_back(layers, pipeline, split, change, tmp_path, capsys):
+def test_x8_a_suggestion_is_a_valid_command_line(layers, pipeline, split, change, tmp_path, capsys):
+    # Tensor parallelism cannot split 15 heads with 3 key heads.
     shape = plain(
         hidden_size=1920,
         num_hidden_layers=layers,
@@ -350,7 +351,7 @@ def test_x8_what_is_suggested_can_be_given_back(layers, pipeline, split, change,
         num_key_value_heads=3,
         head_dim=128,
         intermediate_size=5632,
-    )  # heads that tensor parallelism cannot split
+    )
     path = tmp_path / "config.yaml"
     path.write_text(
         yaml.safe_dump(
@@ -388,14 +389,14 @@ def test_x8_what_is_suggested_can_be_given_back(layers, pipeline, split, change,
         "--trajectory-tokens=1.5",
     ],
 )
-def test_x8_impossible_numbers_are_refused(argument, capsys):
+def test_x8_impossible_numbers_are_errors(argument, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", "configs/local.yaml", argument])
     name, value = argument.split("=")
     assert ended.value.code == 2 and f"argument {name}: {value}: a " in capsys.readouterr().err
 
 
-def test_x8_what_needs_a_gpu_can_be_planned_without_one(capsys):
+def test_x8_a_config_that_needs_gpus_is_planned_without_one(capsys):
     settings = [
         "policy.parallel.context=2",
         "train.pack_layout=merge",
@@ -411,5 +412,5 @@ def test_x8_what_needs_a_gpu_can_be_planned_without_one(capsys):
 def test_x8_the_column_of_a_stage_adds_up():
     plan = make_plan(big())
     for stage in plan.stages:
-        parts = stage.share.weights + stage.share.gradients + stage.optimizer + stage.activations
-        assert plan.training(stage) == parts + 7 * GIB
+        model_states = stage.states.weights + stage.states.gradients + stage.optimizer
+        assert plan.training_bytes(stage) == model_states + stage.activations + 7 * GIB

@@ -1,4 +1,4 @@
-"""X1: attention over a trie equals a dense mask, forward and backward, however the tokens are cut into blocks."""
+"""X1: attention over a trie equals a dense mask, forward and backward, for every block size."""
 
 import random
 
@@ -17,16 +17,15 @@ def some_tries() -> list[Trie]:
     tries = []
     for _ in range(25):
         groups = [random_group(dice, id, "none", 0.0) for id in range(dice.randint(1, 3))]
-        tries += [
-            m.trie
-            for m in lay_out(samples_of(*groups), 1, 10_000, align_tokens=dice.choice([1, 4]))[0][0]
-        ]
+        by_rank, _ = lay_out(samples_of(*groups), 1, 10_000, align_tokens=dice.choice([1, 4]))
+        tries += [micro_batch.trie for micro_batch in by_rank[0]]
     return tries
 
 
 def dense(query, key, value, trie: Trie, scale: float):
-    """The predicate of the design, literally."""
-    index, end = torch.arange(len(trie)), torch.from_numpy(trie.end.astype(np.int64))
+    """The visibility predicate of attention.py, as a dense mask."""
+    index = torch.arange(len(trie))
+    end = torch.from_numpy(trie.end.astype(np.int64))
     visible = (index[None] <= index[:, None]) & (index[:, None] < end[None])  # [q, k]
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
@@ -45,21 +44,31 @@ def test_equals_a_dense_mask(heads, kv_heads):
         grad = torch.randn(len(trie), heads, 32)
         expected = dense(*inputs, trie, 0.2)
         expected_grads = torch.autograd.grad(expected, inputs, grad)
-        for block_tokens, short_path in ((1, 0), (5, 3), (16, 0), (16, 8), (64, 512)):
-            blocks = blocks_of(trie, heads // kv_heads, block_tokens, short_path)
-            assert [b.start for b in blocks] == [0] + [b.stop for b in blocks[:-1]] and blocks[
-                -1
-            ].stop == len(trie)
+        for block_tokens, short_path_tokens in ((1, 0), (5, 3), (16, 0), (16, 8), (64, 512)):
+            blocks = blocks_of(trie, heads // kv_heads, block_tokens, short_path_tokens)
+            assert [b.start for b in blocks] == [0] + [b.stop for b in blocks[:-1]]
+            assert blocks[-1].stop == len(trie)
             out = _TrieAttention.apply(*inputs, blocks, 0.2)
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-            for ours, theirs in zip(
-                torch.autograd.grad(out, inputs, grad), expected_grads, strict=True
-            ):
+            grads = torch.autograd.grad(out, inputs, grad)
+            for ours, theirs in zip(grads, expected_grads, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
     assert branched > 10
 
 
-def test_bf16_is_as_near_as_bf16_can_be():
+def test_blocks_of_the_worked_example():
+    """The example in the docstring of blocks_of."""
+    none = np.zeros(0, np.int32)
+    position = np.array([0, 1, 2, 3, 2, 3, 4, 5], np.int32)
+    end = np.array([8, 8, 4, 4, 8, 8, 8, 8], np.int32)
+    trie = Trie(np.arange(8, dtype=np.int32), position, end, LossTable(*[none] * 8))
+    first, second = blocks_of(trie, groups=1, block_tokens=4, short_path_tokens=0)
+    assert (first.start, first.stop, first.shared, first.local) == (0, 4, None, slice(0, 4))
+    assert (second.start, second.stop) == (4, 8)
+    assert (second.shared, second.local) == (slice(0, 2), slice(4, 8))
+
+
+def test_bf16_is_within_rounding_of_fp32():
     torch.manual_seed(0)
     trie = max(some_tries(), key=len)
     inputs = [torch.randn(len(trie), heads, 32) for heads in (8, 2, 2)]
@@ -71,7 +80,7 @@ def test_bf16_is_as_near_as_bf16_can_be():
 
 
 def long_trie(tokens: int) -> Trie:
-    """A stem of half the tokens, and under it branches of 50."""
+    """A stem of half the tokens, with branches of 50 below it."""
     stem = tokens // 2
     branch = np.arange(tokens - stem) % 50
     position = np.concatenate([np.arange(stem), stem + branch]).astype(np.int32)
@@ -82,7 +91,7 @@ def long_trie(tokens: int) -> Trie:
 
 
 def test_memory_grows_with_the_tokens_not_with_their_square():
-    """Everything that forward keeps for backward, masks included."""
+    """Everything that forward saves for backward, masks included."""
 
     def kept(tokens: int) -> int:
         trie = long_trie(tokens)

@@ -1,4 +1,4 @@
-"""Context parallelism without a GPU: which tokens and rows a rank has, against Megatron's own rotary slices."""
+"""Context parallelism without a GPU: tokens and rows of each rank, and Megatron's rotary slices."""
 
 import numpy as np
 import pytest
@@ -6,56 +6,67 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
 from megastep.config import Config, validate
-from megastep.policy.context import rows_here, spread, taken
+from megastep.policy.context import own_rows, shard_sequences, take_tokens
+from megastep.types import LossTable, Trie
 from tests.policy.updates import make_groups, micro_batches
 
 
-def batch(layout="flat"):
-    return micro_batches(make_groups(replay=True), 1, 4096, layout)[0][0].trie
+def make_trie(pack_layout="flat"):
+    return micro_batches(make_groups(replay=True), 1, 4096, pack_layout)[0][0].trie
+
+
+def test_the_worked_example():
+    """The example in the docstring of ContextShard."""
+    position = np.arange(7, dtype=np.int32)
+    none = np.zeros(0, np.int32)
+    trie = Trie(position, position, np.full(7, 7, np.int32), LossTable(*[none] * 8))
+    assert shard_sequences(trie, 0, 2, 1).take.tolist() == [0, 1, 6, -1]
+    assert shard_sequences(trie, 1, 2, 1).take.tolist() == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("size, tensor", [(2, 1), (4, 1), (2, 2)])
 def test_every_token_and_row_is_on_one_rank(size, tensor):
-    trie = batch()
+    trie = make_trie()
     tokens, rows = [], []
     for rank in range(size):
-        own = spread(trie, rank, size, tensor)
-        assert len(own.take) * size == len(own.position) and len(own.take) % tensor == 0
-        here, at = rows_here(trie.loss.src, own.take)
-        assert np.array_equal(own.take[at], trie.loss.src[here])
-        tokens += own.take[own.take >= 0].tolist()
-        rows += here.tolist()
-        assert (taken(trie.tokens, own.take, padding=0)[own.take < 0] == 0).all()
+        shard = shard_sequences(trie, rank, size, tensor)
+        assert len(shard.take) * size == len(shard.position) and len(shard.take) % tensor == 0
+        shard_rows, src = own_rows(trie.loss.src, shard.take)
+        assert np.array_equal(shard.take[src], trie.loss.src[shard_rows])
+        tokens += shard.take[shard.take >= 0].tolist()
+        rows += shard_rows.tolist()
+        padding = shard.take < 0
+        assert (take_tokens(trie.tokens, shard.take, padding=0)[padding] == 0).all()
     assert sorted(tokens) == list(range(len(trie)))
     assert sorted(rows) == list(range(len(trie.loss)))
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_tokens_meet_their_rotary_frequencies(size):
-    """Megatron picks a rank's frequencies, sequence by sequence; they must be those of the tokens it has."""
-    trie = batch()
+def test_rotary_frequencies_are_those_of_the_tokens(size):
+    """Megatron slices the frequencies of a rank sequence by sequence."""
+    trie = make_trie()
     for rank in range(size):
-        own = spread(trie, rank, size, 1)
-        frequencies = torch.from_numpy(own.position.astype(np.int64))
-        picked = []
-        for start, stop in zip(own.padded_starts[:-1], own.padded_starts[1:]):
+        shard = shard_sequences(trie, rank, size, 1)
+        frequencies = torch.from_numpy(shard.position.astype(np.int64))
+        slices = []
+        for start, stop in zip(shard.padded_starts[:-1], shard.padded_starts[1:]):
             local = torch.empty((stop - start) // size)
-            picked.append(
+            slices.append(
                 _get_thd_freqs_on_this_cp_rank(rank, size, local, frequencies, int(start))
             )
-        picked = torch.cat(picked).numpy()
-        real = own.take >= 0
-        assert np.array_equal(picked[real], trie.position[own.take[real]])
+        sliced = torch.cat(slices).numpy()
+        real = shard.take >= 0
+        assert np.array_equal(sliced[real], trie.position[shard.take[real]])
 
 
-def test_a_branching_micro_batch_is_refused():
-    trie = batch("trie")
+def test_a_branching_micro_batch_is_rejected():
+    trie = make_trie("trie")
     assert trie.branches
     with pytest.raises(ValueError, match="train.pack_layout"):
-        spread(trie, 0, 2, 1)
+        shard_sequences(trie, 0, 2, 1)
 
 
-def test_validation_refuses_it_for_tries_and_without_cuda():
+def test_validation_rejects_context_parallelism_with_tries_and_without_cuda():
     config = Config()
     config.model.path = "configs/models/qwen3-30b-a3b"
     config.policy.ranks = config.policy.parallel.context = 2

@@ -1,4 +1,6 @@
-"""D1: the same model under every layout: logprobs as transformers', steps as a plain torch loop's."""
+"""D1: under every parallel layout logprobs equal transformers', and steps a plain torch loop's."""
+
+import functools
 
 import numpy as np
 import pytest
@@ -25,23 +27,23 @@ MOE_LAYOUTS = {
 }
 LAYOUTS = {**DENSE_LAYOUTS, **MOE_LAYOUTS}
 CASES = [(m, lay) for m in MODELS for lay in (LAYOUTS if m in MOE_MODELS else DENSE_LAYOUTS)]
-# Steps take longer: combinations of layouts for one dense and one MoE family, of variants what splits their parts.
 VARIANTS = ("llama_biases", "qwen3_moe_dense_layer")
 COMBINED = ("vpp2", "tp2_pp2_uneven", "pp2_ep2", "tp2_ep2_etp2")
-STEP_CASES = [
-    (m, lay)
-    for m, lay in CASES
-    if (
-        lay in ("tp2", "pp2")
-        if m in VARIANTS
-        else m in ("llama", "qwen3_moe") or lay not in COMBINED
-    )
-]
+
+
+def has_step_case(model: str, layout: str) -> bool:
+    """Steps take longer: combined layouts only for one dense and one MoE family."""
+    if model in VARIANTS:
+        return layout in ("tp2", "pp2")
+    return model in ("llama", "qwen3_moe") or layout not in COMBINED
+
+
+STEP_CASES = [(model, layout) for model, layout in CASES if has_step_case(model, layout)]
 
 
 @pytest.mark.parametrize("name, layout", CASES)
 def test_logprobs_equal_transformers_and_export_is_bit_exact(name, layout, ranks, models):
-    """The entropy sees every logit, those of a padded vocabulary too."""
+    """The entropy depends on every logit, also on those of a padded vocabulary."""
     folder, reference = models(name)
     world, settings = LAYOUTS[layout]
     results = ranks(world).run(cases.logprobs_and_round_trip, folder=folder, layout=settings)
@@ -63,12 +65,10 @@ def test_logprobs_equal_transformers_and_export_is_bit_exact(name, layout, ranks
 @pytest.fixture(scope="module")
 def plain_steps(models):
     """Ten steps in a plain loop: transformers, AdamW, gradient clipping."""
-    done = {}
 
+    @functools.cache
     def get(name: str) -> list[tuple[float, float]]:
-        if name not in done:
-            done[name] = _plain_steps(models(name)[0])
-        return done[name]
+        return _plain_steps(models(name)[0])
 
     return get
 
@@ -80,7 +80,8 @@ def _plain_steps(folder) -> list[tuple[float, float]]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
     )
-    tokens, result = some_tokens(), []
+    tokens = some_tokens()
+    result = []
     for _ in range(10):
         optimizer.zero_grad()
         logits = model(tokens).logits[:, :-1]
@@ -118,7 +119,7 @@ def test_bf16_trains(name, layout, ranks, models, plain_steps):
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2_pp2"])
 def test_tied_embeddings_stay_tied(layout, ranks, models):
-    """The first and the last pipeline stage hold a copy each; both must move, and alike."""
+    """The copies on the first and the last pipeline stage change, and stay equal."""
     folder, reference = models("qwen2_tied")
     world, settings = LAYOUTS[layout]
     copies = ranks(world).run(cases.tied_copies, folder=folder, layout=settings, steps=3)

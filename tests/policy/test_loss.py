@@ -1,4 +1,4 @@
-"""Losses against their formulas written out row by row, and their independence of how rows are cut."""
+"""Losses equal their formulas, written out row by row, and do not depend on the micro-batches."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 
 from megastep.config import Config, LossConfig
 from megastep.config import ImportanceSamplingConfig as IS
-from megastep.policy.loss import KL_MAX, MAXIMA, SUMS, means, policy_loss, rows_on
+from megastep.policy.loss import KL_MAX, MAXIMA, SUMS, loss_rows, means, policy_loss
 from megastep.types import LossTable
 
 N = 24
@@ -41,7 +41,7 @@ def logprobs(seed=1) -> torch.Tensor:
 def run(config: LossConfig, loss: LossTable, x: torch.Tensor, entropy=None):
     config = Config(loss=config).policy_loss  # as the worker gets it
     entropy = torch.full((len(loss),), 1.5) if entropy is None else entropy
-    return policy_loss(config, x, entropy, rows_on(loss, torch.device("cpu")))
+    return policy_loss(config, x, entropy, loss_rows(loss, torch.device("cpu")))
 
 
 def expected(config: LossConfig, loss: LossTable, x: np.ndarray) -> float:
@@ -62,18 +62,19 @@ def expected(config: LossConfig, loss: LossTable, x: np.ndarray) -> float:
             term = -min(ratio * a, bounded * a)
             if config.dual_clip and a < 0:
                 term = min(term, -config.dual_clip * a)
-        gap = old - loss.rollout_logprob
-        importance = math.exp(
-            gap[mine].sum() if config.importance_sampling.level == "step" else gap[i]
-        )
-        if config.importance_sampling.mode == "truncate":
-            term *= min(importance, config.importance_sampling.high)
-        elif config.importance_sampling.mode == "mask":
-            term *= config.importance_sampling.low <= importance <= config.importance_sampling.high
+        sampling = config.importance_sampling
+        log_importance_ratio = old - loss.rollout_logprob
+        if sampling.level == "step":
+            importance_ratio = math.exp(log_importance_ratio[mine].sum())
+        else:
+            importance_ratio = math.exp(log_importance_ratio[i])
+        if sampling.mode == "truncate":
+            term *= min(importance_ratio, sampling.high)
+        elif sampling.mode == "mask":
+            term *= sampling.low <= importance_ratio <= sampling.high
         d = loss.ref_logprob[i] - x[i]
-        term += config.kl_coef * min(
-            math.exp(d) - d - 1 if config.kl_estimator == "k3" else d * d / 2, 10
-        )
+        kl = math.exp(d) - d - 1 if config.kl_estimator == "k3" else d * d / 2
+        term += config.kl_coef * min(kl, 10)
         total += loss.weight[i] * (term - config.entropy_coef * 1.5)
     return total
 
@@ -109,23 +110,24 @@ def test_formulas(settings):
 
 
 @pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "cispo", "reinforce", "nll"])
-def test_cutting_rows_between_steps_changes_nothing(kind):
-    """X4: loss, gradient and metrics of the parts add up, wherever steps are parted."""
+def test_micro_batches_add_up_to_the_whole(kind):
+    """X4: loss, gradient and metrics of the parts add up, wherever rows are divided by step."""
     config = LossConfig(
         type=kind, kl_coef=0.1, importance_sampling=IS(mode="truncate", level="step")
     )
     loss = table()
     whole_x, parts_x = logprobs(), logprobs()
-    whole, account = run(config, loss, whole_x)
+    whole, metrics = run(config, loss, whole_x)
     whole.backward()
     sums, maxima = torch.zeros(len(SUMS)), torch.zeros(len(MAXIMA))
     for rows in (slice(0, 6), slice(6, 18), slice(18, 24)):
-        part, of_part = run(config, loss.take(rows), parts_x[rows])
+        part, part_metrics = run(config, loss.take(rows), parts_x[rows])
         part.backward()
-        sums, maxima = sums + of_part.sums, torch.maximum(maxima, of_part.maxima)
+        sums = sums + part_metrics.sums
+        maxima = torch.maximum(maxima, part_metrics.maxima)
     torch.testing.assert_close(whole_x.grad, parts_x.grad)
-    torch.testing.assert_close(account.sums, sums.double(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(account.maxima, maxima.double())
+    torch.testing.assert_close(metrics.sums, sums.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(metrics.maxima, maxima.double())
 
 
 def test_gspo_has_the_gradient_of_the_sequence_ratio():
@@ -142,8 +144,8 @@ def test_gspo_has_the_gradient_of_the_sequence_ratio():
     torch.testing.assert_close(ours.grad, plain.grad)
 
 
-def test_a_filler_is_inert():
-    """S14: neither loss, gradient nor metric knows of it, be its logprob what it may."""
+def test_a_padding_row_is_inert():
+    """S14: it adds nothing to loss, gradient or metrics, whatever its logprob."""
     padding = table(2).take(slice(0, 1))
     padding.weight[:] = 0
     padding.group[:] = padding.trajectory[:] = padding.step[:] = -1
@@ -151,19 +153,19 @@ def test_a_filler_is_inert():
     for kind in ("ppo_clip", "gspo", "cispo", "reinforce", "nll"):
         config = LossConfig(type=kind)
         x = torch.full((1,), -300.0, requires_grad=True)
-        found, account = run(config, padding, x)
+        found, metrics = run(config, padding, x)
         found.backward()
         assert found.item() == 0 and x.grad.item() == 0
-        assert not account.sums.any() and not account.bad.any()
-        assert not account.maxima.any()
+        assert not metrics.sums.any() and not metrics.nonfinite.any()
+        assert not metrics.maxima.any()
     assert means(dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0))["train/loss"] == 0.0
 
 
 @pytest.mark.parametrize(
     "kind, low, high", [("ppo_clip", 0.8, 1.2), ("gspo", 1 - 3e-4, 1 + 4e-4), ("cispo", 0, 5)]
 )
-def test_clip_bounds_that_are_not_given_are_those_of_the_loss(kind, low, high):
-    """A13: the ratio at which a term stops following it. cispo has no lower bound (MiniMax-M1)."""
+def test_default_clip_bounds_depend_on_the_loss(kind, low, high):
+    """A13: the ratio at which the term is clipped. cispo has no lower bound (MiniMax-M1)."""
     for given, lower, upper in (
         ({}, low, high),
         (dict(clip_low=0.5), 0.5, high),
@@ -172,10 +174,8 @@ def test_clip_bounds_that_are_not_given_are_those_of_the_loss(kind, low, high):
         for ratio in (1e-4, lower - 1e-5, lower + 1e-5, upper - 1e-4, upper + 1e-4, 50.0):
             if ratio <= 0:
                 continue
-            for advantage in (
-                1.0,
-                -1.0,
-            ):  # the clipped surrogate is bounded above for one, below for the other
+            # The clipped surrogate is bounded above for one sign, below for the other.
+            for advantage in (1.0, -1.0):
                 factor = factor_of(LossConfig(type=kind, **given), ratio, advantage)
                 bounded = min(max(ratio, lower), upper)
                 if kind != "cispo" and advantage * ratio < advantage * bounded:
@@ -186,7 +186,9 @@ def test_clip_bounds_that_are_not_given_are_those_of_the_loss(kind, low, high):
 def factor_of(config: LossConfig, ratio: float, advantage: float) -> float:
     """What multiplies the advantage (cispo: times the logprob) of one token with this ratio."""
     loss = table().take(slice(0, 1))
-    loss.weight[:], loss.advantage[:], loss.old_logprob[:] = 1.0, advantage, -3.0
+    loss.weight[:] = 1.0
+    loss.advantage[:] = advantage
+    loss.old_logprob[:] = -3.0
     x = torch.tensor([-3.0 + math.log(ratio)], dtype=torch.float64, requires_grad=True)
     found, _ = run(config, loss, x)
     return -found.item() / advantage / (x.item() if config.type == "cispo" else 1.0)
@@ -206,25 +208,26 @@ def factor_of(config: LossConfig, ratio: float, advantage: float) -> float:
     ],
 )
 def test_the_kl_estimate_is_bounded_and_the_bound_is_counted(estimate, d, clamped):
-    """A8: at the bound a token has no gradient of the KL."""
+    """A8: a token at the bound has no KL gradient."""
     loss, x = table(), logprobs()
     loss.advantage[:] = 0
     loss.ref_logprob[:] = x.detach().numpy()
     loss.ref_logprob[3] += d
-    found, account = run(LossConfig(type="reinforce", kl_coef=0.5, kl_estimator=estimate), loss, x)
+    config = LossConfig(type="reinforce", kl_coef=0.5, kl_estimator=estimate)
+    found, totals = run(config, loss, x)
     found.backward()
     value = math.exp(d) - d - 1 if estimate == "k3" else d * d / 2
     assert found.item() == pytest.approx(0.5 * loss.weight[3] * min(value, KL_MAX), rel=1e-3)
     assert (x.grad[3] == 0) == clamped
     metrics = means(
-        dict(zip(SUMS, account.sums.tolist())), dict(zip(MAXIMA, account.maxima.tolist()))
+        dict(zip(SUMS, totals.sums.tolist())), dict(zip(MAXIMA, totals.maxima.tolist()))
     )
     assert metrics["train/kl_clamped_fraction"] == pytest.approx(clamped / N)
     assert metrics["train/kl_reference"] == pytest.approx(min(value, KL_MAX) / N, rel=1e-3)
 
 
-def test_one_outlier_does_not_own_the_clipped_gradient():
-    """A8: a token that the reference finds e^15 times likelier leaves the direction of the update to the others."""
+def test_one_outlier_does_not_dominate_the_clipped_gradient():
+    """A8: a token e^15 times likelier under the reference does not decide the update."""
     loss, x = table(), logprobs()
     without, _ = run(LossConfig(type="reinforce", kl_coef=0.1), loss, x)
     (before,) = torch.autograd.grad(without, x)
@@ -242,11 +245,11 @@ def test_one_outlier_does_not_own_the_clipped_gradient():
 def test_without_old_logprobs_the_ratio_is_one_and_its_gradient_is_not():
     loss, x = table(), logprobs()
     loss.old_logprob = None
-    found, account = run(LossConfig(type="ppo_clip"), loss, x)
+    found, totals = run(LossConfig(type="ppo_clip"), loss, x)
     found.backward()
     assert found.item() == pytest.approx(-(loss.weight * loss.advantage).sum(), rel=1e-5)
     torch.testing.assert_close(x.grad, torch.from_numpy(-loss.weight * loss.advantage))
-    assert account.sums[SUMS.index("ratio")] == N
+    assert totals.sums[SUMS.index("ratio")] == N
 
 
 @pytest.mark.parametrize(
@@ -260,39 +263,40 @@ def test_without_old_logprobs_the_ratio_is_one_and_its_gradient_is_not():
     ],
     ids=["clipped", "dual_clip", "weight_0", "masked", "kl"],
 )
-def test_a_far_off_row_does_not_spoil_the_others(settings, change):
+def test_an_outlier_leaves_loss_and_gradient_finite(settings, change):
     loss, x = table(), logprobs()
     loss.rollout_logprob[3] = -200.0  # exp of the difference is more than a float holds
     for column, value in change.items():
         getattr(loss, column)[3] = value
-    found, account = run(LossConfig(**settings), loss, x)
+    found, totals = run(LossConfig(**settings), loss, x)
     found.backward()
-    assert math.isfinite(found.item()) and x.grad.isfinite().all() and not account.bad.any()
+    assert math.isfinite(found.item()) and x.grad.isfinite().all() and not totals.nonfinite.any()
 
 
-def test_mismatch_is_the_trainers_own_where_the_rollout_counts_as_old():
+def test_mismatch_compares_the_current_policy_with_rollout_old_logprobs():
     loss, x = table(), logprobs()
-    _, account = run(LossConfig(type="ppo_clip", old_logprobs="rollout"), loss, x)
-    gap = np.abs(x.detach().numpy() - loss.rollout_logprob)
-    assert account.maxima[MAXIMA.index("mismatch_max_abs")] == pytest.approx(gap.max(), rel=1e-5)
+    _, totals = run(LossConfig(type="ppo_clip", old_logprobs="rollout"), loss, x)
+    largest = np.abs(x.detach().numpy() - loss.rollout_logprob).max()
+    assert totals.maxima[MAXIMA.index("mismatch_max_abs")] == pytest.approx(largest, rel=1e-5)
 
 
-def test_a_bad_number_is_found_by_row():
+def test_nonfinite_terms_are_found_by_row():
     loss, x = table(), logprobs()
     loss.advantage[7] = np.inf
-    _, account = run(LossConfig(type="reinforce"), loss, x)
-    assert account.bad.nonzero().flatten().tolist() == [7]
+    _, totals = run(LossConfig(type="reinforce"), loss, x)
+    assert totals.nonfinite.nonzero().flatten().tolist() == [7]
 
 
-def test_mismatch_metrics_are_those_of_the_rows_that_recorded_logprobs():
+def test_mismatch_metrics_cover_rows_with_recorded_logprobs():
     loss, x = table(), logprobs()
     loss.rollout_logprob[3] = np.nan
     config = LossConfig(type="ppo_clip", importance_sampling=IS(mode="truncate"))
-    found, account = run(config, loss, x)
+    found, totals = run(config, loss, x)
     assert math.isfinite(found.item())
     metrics = means(
-        dict(zip(SUMS, account.sums.tolist())), dict(zip(MAXIMA, account.maxima.tolist()))
+        dict(zip(SUMS, totals.sums.tolist())), dict(zip(MAXIMA, totals.maxima.tolist()))
     )
-    gap = np.delete(loss.old_logprob - loss.rollout_logprob, 3)
-    assert metrics["mismatch/kl"] == pytest.approx(np.mean(np.exp(gap) - gap - 1), rel=1e-5)
-    assert metrics["mismatch/max_abs"] == pytest.approx(np.abs(gap).max(), rel=1e-6)
+    difference = np.delete(loss.old_logprob - loss.rollout_logprob, 3)
+    kl = np.mean(np.exp(difference) - difference - 1)
+    assert metrics["mismatch/kl"] == pytest.approx(kl, rel=1e-5)
+    assert metrics["mismatch/max_abs"] == pytest.approx(np.abs(difference).max(), rel=1e-6)

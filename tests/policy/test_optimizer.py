@@ -1,5 +1,4 @@
-"""Learning rates; and what can be said about an offloaded optimizer without a GPU: Megatron's hybrid one, its streams
-left out."""
+"""Learning rates, and the state of Megatron's hybrid optimizer without its CUDA streams."""
 
 from types import SimpleNamespace
 
@@ -26,13 +25,13 @@ def test_x8_an_offloaded_optimizer_can_be_saved_and_loaded_before_its_first_step
     hybrid.load_state_dict(hybrid.state_dict())
     state = hybrid.state[weight]
     assert set(state) == {"step", "exp_avg", "exp_avg_sq", "master_param"}
-    assert (
-        state["master_param"].dtype == torch.float32 and state["master_param"].tolist() == [2.0] * 4
-    )
+    assert state["master_param"].dtype == torch.float32
+    assert state["master_param"].tolist() == [2.0] * 4
 
 
 LR = 0.01
-SCHEDULES = {  # schedule, warm-up, min_lr: the learning rates of the updates, by hand
+# (schedule, warm-up, min_lr): the learning rates of the updates, by hand
+SCHEDULES = {
     ("constant", 0, 0.0): [0.01, 0.01, 0.01, 0.01],
     ("linear", 0, 0.0): [0.01, 0.0075, 0.005, 0.0025],
     ("linear", 0, 0.002): [0.01, 0.008, 0.006, 0.004],
@@ -51,11 +50,8 @@ SCHEDULES = {  # schedule, warm-up, min_lr: the learning rates of the updates, b
 }
 
 
-RESUMED = {
-    ("constant", 2, 0.0): 1,
-    ("linear", 0, 0.0): 2,
-    ("cosine", 2, 0.0): 3,
-}  # after so many updates
+# Resumed after so many updates.
+RESUMED = {("constant", 2, 0.0): 1, ("linear", 0, 0.0): 2, ("cosine", 2, 0.0): 3}
 RUNS = [(key, 0) for key in SCHEDULES] + list(RESUMED.items())
 
 
@@ -74,8 +70,8 @@ def rates_and_moves(ranks, models, tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("schedule, resumed", RUNS, ids=str)
 def test_a9_every_update_has_its_learning_rate(schedule, resumed, rates_and_moves):
-    """The first after the warm-up has all of it, the last is above min_lr, a resumed run goes on where it was; and
-    Adam moves the weights by just that."""
+    """The first update after the warm-up has the full rate, the last is above min_lr, a resumed run
+    continues the schedule; and Adam changes the weights by that rate."""
     rates, moves = rates_and_moves[schedule, resumed]
     assert rates == pytest.approx(SCHEDULES[schedule], rel=1e-9)
     assert moves == pytest.approx(SCHEDULES[schedule], rel=1e-4)

@@ -1,4 +1,4 @@
-"""A5: router losses as written out by hand over a plain transformers model; padding adds nothing to them."""
+"""A5: router losses equal their formulas over a plain transformers model; padding adds nothing."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tests.policy.updates import hf_state
 
 MODEL = "qwen3_moe"
 BALANCE, Z = 0.3, 0.02
-# ranks, layout, multiple of tokens that the micro-batch of 60 is padded to, paddings after it, settings
+# ranks, parallel layout, alignment of the micro-batch of 60 tokens, padding micro-batches, settings
 CASES = {
     "one rank": (1, {}, 1, 0, {}),
     "padding tokens": (1, {}, 64, 0, {}),
@@ -59,8 +59,8 @@ def _router_loss(logits: torch.Tensor) -> torch.Tensor:
     chosen = torch.bincount(
         logits.topk(MOE["num_experts_per_tok"]).indices.flatten(), minlength=experts
     )
-    share = chosen / (tokens * MOE["num_experts_per_tok"])
-    balance = experts * (share * probabilities.mean(0)).sum()
+    fraction = chosen / (tokens * MOE["num_experts_per_tok"])
+    balance = experts * (fraction * probabilities.mean(0)).sum()
     return BALANCE * balance + Z * logits.logsumexp(-1).square().mean()
 
 
@@ -78,24 +78,20 @@ def test_a5_padding_adds_nothing_to_router_losses(case, plain_gradients, ranks, 
     assert gradients.keys() == plain_gradients.keys()
     routers = [name for name in gradients if name.endswith("mlp.gate.weight")]
     assert len(routers) == 4 and all(np.abs(plain_gradients[name]).max() > 0.01 for name in routers)
-    for (
-        name,
-        expected,
-    ) in plain_gradients.items():  # also of what the routers' hidden states come from
+    # Also of the parameters before the routers.
+    for name, expected in plain_gradients.items():
         tolerance = 1e-4 * np.abs(expected).max() + 1e-6
         np.testing.assert_allclose(gradients[name], expected, atol=tolerance, rtol=0, err_msg=name)
 
 
 @pytest.mark.parametrize("context", [0, 1])
 def test_a5_padding_of_context_parallelism_is_marked(context):
-    """Each sequence is padded to a multiple of 4 tokens and cut into 4 stretches, of which a rank has two."""
+    """Each sequence is padded to a multiple of 4 tokens and divided into 4 chunks, two per rank."""
     sequences = [join([], align, None).trie for align in (5, 3)]  # 5 and 3 tokens
     micro_batch = join(sequences, 1, None)
-    micro_batch.real_tokens = 7  # and one of padding
+    micro_batch.real_tokens = 7  # the eighth is padding
     with parallel.imagined(ParallelConfig(context=2), context, 2):
         prepared = batch.prepare(micro_batch, 1, False, 16, 1.0, False)
-    padded = {
-        0: [0, 0, 1, 1, 0, 1],
-        1: [0, 0, 0, 1, 0, 1],
-    }  # by hand: 8 = 2 x 4 tokens of the first, 4 of the second
-    assert prepared.padding[0].int().tolist() == padded[context]
+    # By hand: 8 tokens of the first sequence, 4 of the second.
+    expected = {0: [0, 0, 1, 1, 0, 1], 1: [0, 0, 0, 1, 0, 1]}
+    assert prepared.padding[0].int().tolist() == expected[context]

@@ -1,4 +1,4 @@
-"""D2, S10: the experts that the rollout used are those that train, and routes that do not fit are refused."""
+"""D2, S10: training follows the recorded routing, and routing that does not fit is rejected."""
 
 import copy
 
@@ -27,26 +27,23 @@ SHAPE = ExpertShape(EXPERTS, TOP_K, (True,) * LAYERS)
 
 
 def recorded_in_bf16(model, groups) -> None:
-    """Routes as an engine in bf16 would record them, of the model's own routers."""
+    """Record the routing of the model's own routers, as an engine in bf16 would."""
     model = copy.deepcopy(model).to(torch.bfloat16)
+    routing: list[torch.Tensor] = []  # of each layer
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda module, inputs, out: routing.append(out[2]))
     for step in steps_of(groups):
-        found = []
-        handles = [
-            layer.mlp.gate.register_forward_hook(lambda module, inputs, out: found.append(out[2]))
-            for layer in model.model.layers
-        ]
+        routing.clear()
         with torch.no_grad():
             model(torch.from_numpy(ids_of(step).astype(np.int64))[None, :-1])
-        for handle in handles:
-            handle.remove()
-        step.routing = torch.stack(found, 1).numpy().astype(np.uint8)
+        step.routing = torch.stack(routing, 1).numpy().astype(np.uint8)
 
 
 @pytest.mark.parametrize(
     "world, layout", [(1, {}), (2, dict(tensor=2)), (2, dict(pipeline=2, virtual=2))]
 )
-def test_training_follows_the_recorded_experts(world, layout, ranks, models):
-    """Recorded in bf16, trained in fp32: exactly the logprobs that transformers has with those experts forced."""
+def test_training_follows_the_recorded_routing(world, layout, ranks, models):
+    """Recorded in bf16, trained in fp32: the logprobs of transformers with that routing forced."""
     folder, model = models(MODEL)
     groups = make_groups(replay=False, seed=5)
     recorded_in_bf16(model, groups)
@@ -59,24 +56,22 @@ def test_training_follows_the_recorded_experts(world, layout, ranks, models):
     for group in groups:
         for trajectory in group.trajectories:
             for step in trajectory.steps:
-                routes = torch.from_numpy(step.routing.astype(np.int64))
-                with forced(model, routes), torch.no_grad():
-                    ids = torch.from_numpy(ids_of(step).astype(np.int64))
-                    logp = (
-                        model(ids[None, :-1]).logits[0].log_softmax(-1)[len(step.prompt_ids) - 1 :]
-                    )
-                expected = (
-                    logp.gather(1, ids[len(step.prompt_ids) :, None])
-                    .squeeze(1)
-                    .numpy()[step.loss_mask]
-                )
+                routing = torch.from_numpy(step.routing.astype(np.int64))
+                expected = forced_logprobs(model, step, routing)[step.loss_mask]
                 key = (group.id, trajectory.index, step.index)
                 np.testing.assert_allclose(found_for(results, key), expected, atol=2e-5)
                 moved += np.abs(found_for(free, key) - expected).max() > 1e-4
                 checked += 1
-    assert checked > 10 and moved > 0, (
-        "no route differed between bf16 and fp32: the test shows nothing"
-    )
+    assert checked > 10
+    assert moved > 0, "bf16 and fp32 route alike: the test proves nothing"
+
+
+def forced_logprobs(model, step, routing: torch.Tensor) -> np.ndarray:
+    """Logprobs of the response under transformers with this routing."""
+    ids = torch.from_numpy(ids_of(step).astype(np.int64))
+    with forced(model, routing), torch.no_grad():
+        logp = model(ids[None, :-1]).logits[0].log_softmax(-1)[len(step.prompt_ids) - 1 :]
+    return logp.gather(1, ids[len(step.prompt_ids) :, None]).squeeze(1).numpy()
 
 
 def found_for(results, key) -> np.ndarray:
@@ -84,7 +79,7 @@ def found_for(results, key) -> np.ndarray:
 
 
 def test_tokens_without_a_record_are_routed_live(ranks, models):
-    """The last step of a trajectory lost its record: its own tokens are free, the tokens before it are not."""
+    """A last step without a record: its tokens are routed live, the tokens before it are not."""
     folder, model = models(MODEL)
     group = make_groups(replay=True, prompts=1)[0]
     group.trajectories = [max(group.trajectories, key=lambda t: len(t.steps))]
@@ -95,12 +90,9 @@ def test_tokens_without_a_record_are_routed_live(ranks, models):
     known = len(before.routing)
     differ = np.flatnonzero(ids_of(before)[:known] != ids_of(step)[:known])
     known = int(differ[0]) if len(differ) else known
-    routes = np.full((len(ids_of(step)) - 1, LAYERS, TOP_K), -1)
-    routes[:known] = before.routing[:known]
-    with forced(model, torch.from_numpy(routes)), torch.no_grad():
-        ids = torch.from_numpy(ids_of(step).astype(np.int64))
-        logp = model(ids[None, :-1]).logits[0].log_softmax(-1)[len(step.prompt_ids) - 1 :]
-    expected = logp.gather(1, ids[len(step.prompt_ids) :, None]).squeeze(1).numpy()
+    routing = np.full((len(ids_of(step)) - 1, LAYERS, TOP_K), -1)
+    routing[:known] = before.routing[:known]
+    expected = forced_logprobs(model, step, torch.from_numpy(routing))
     np.testing.assert_allclose(
         found[group.id, group.trajectories[0].index, step.index], expected, atol=2e-5
     )
@@ -109,9 +101,11 @@ def test_tokens_without_a_record_are_routed_live(ranks, models):
     assert np.abs(live.numpy() - expected).max() > 1e-4
 
 
-def test_shifted_routes_are_not_trained_on(ranks, models):
-    """Each step's routes moved by one token keep every length right; the live routers do not agree with them. The
-    error leaves the weights as they were, and the worker usable."""
+def test_shifted_routing_is_not_trained_on(ranks, models):
+    """Routing shifted by one token has the right lengths, but the live routers disagree with it.
+
+    The error leaves the weights unchanged and the worker usable.
+    """
     folder, model = models(MODEL)
     groups = make_groups(replay=False, seed=5)
     recorded_in_bf16(model, groups)
@@ -119,7 +113,7 @@ def test_shifted_routes_are_not_trained_on(ranks, models):
     recorded_in_bf16(model, shifted)
     for step in steps_of(shifted):
         step.routing = np.roll(step.routing, 1, axis=0)
-    validate(shifted, experts=SHAPE)  # nothing to see from the outside
+    validate(shifted, experts=SHAPE)  # lengths and values are valid
     error, unchanged, agreement = ranks(2).run(
         cases.shifted_then_right,
         folder=folder,
@@ -138,8 +132,8 @@ def problems_of(groups, shape=SHAPE) -> list[str]:
     return error.value.problems
 
 
-def test_bad_routes_are_refused_at_the_door():
-    """By step, before anything is trained: a missing, short, long or impossible record."""
+def test_validation_rejects_invalid_routing():
+    """By step, before training: a missing, short, long or impossible record."""
 
     def broken(change):
         groups = make_groups(replay=True)
@@ -159,9 +153,11 @@ def test_bad_routes_are_refused_at_the_door():
     def twice(step):
         step.routing[3, 2] = 5
 
+    def longer(step):
+        step.routing = np.append(step.routing, step.routing[:1], 0)
+
     assert "no routing recorded" in broken(lambda s: setattr(s, "routing", None))
     assert "routing ends before token" in broken(lambda s: setattr(s, "routing", s.routing[:-1]))
-    longer = lambda s: setattr(s, "routing", np.append(s.routing, s.routing[:1], 0))
     assert "routing ends before token" in broken(longer)
     assert "expert 8 recorded; the model has 0 to 7" in broken(put(8))
     assert "token 3 has one expert twice in the model's MoE layer 2" in broken(twice)
@@ -169,12 +165,13 @@ def test_bad_routes_are_refused_at_the_door():
     assert "4 layers, top 2" in broken(lambda s: setattr(s, "routing", s.routing[..., :1]))
 
     def late(step):
-        step.routing, step.routing_start = step.routing[2:], 2
+        step.routing = step.routing[2:]
+        step.routing_start = 2
 
     assert "routing begins at token 2, but earlier steps recorded 0 tokens" in broken(late)
 
 
-def test_what_is_recorded_for_dense_layers_means_nothing():
+def test_routing_of_dense_layers_is_ignored():
     groups = make_groups(replay=True)
     for step in steps_of(groups):
         step.routing[:, 1] = 0
@@ -182,63 +179,64 @@ def test_what_is_recorded_for_dense_layers_means_nothing():
     assert "one expert twice" in problems_of(groups)[0]
 
 
-def test_steps_that_train_nothing_need_no_routes():
+def test_steps_without_trained_tokens_need_no_routing():
     groups = make_groups(replay=True)
     step = groups[0].trajectories[2].steps[0]
-    step.routing, step.loss_mask = None, np.zeros_like(step.loss_mask)
+    step.routing = None
+    step.loss_mask = np.zeros_like(step.loss_mask)
     validate(groups, experts=SHAPE)
 
 
 # ---------------------------------------------------------------- one router
 
 
-def choose(layer: LayerReplay, scores: torch.Tensor):
+def route(layer: LayerReplay, scores: torch.Tensor):
     def top_k(scores, k, num_groups=None, group_topk=None):
         return torch.topk(scores, k, dim=1)
 
     return layer.get_replay_topk(scores, TOP_K, None, None, top_k)
 
 
-def test_the_router_keeps_its_gradient_and_free_tokens_their_choice():
+def test_the_router_keeps_its_gradient_and_free_tokens_are_routed_live():
     layer = LayerReplay(0)
     scores = torch.randn(3, EXPERTS, requires_grad=True)
     target = torch.tensor([[0, 1], [-1, -1], [6, 2]])
     with replayed([layer], forward_only=False):
-        layer.give(target)
-        values, experts = choose(layer, scores)
+        layer.set_target(target)
+        values, experts = route(layer, scores)
     assert experts[0].tolist() == [0, 1] and experts[2].tolist() == [6, 2]
     assert experts[1].tolist() == scores[1].topk(TOP_K).indices.tolist()
     values.sum().backward()
     assert scores.grad[0].nonzero().flatten().tolist() == [0, 1]
 
 
-def test_what_is_given_must_be_used():
+def test_all_routing_must_be_used():
     layer = LayerReplay(2)
     with (
-        pytest.raises(ReplayError, match="layer 2: not all routes were used"),
+        pytest.raises(ReplayError, match="layer 2: not all routing was used"),
         replayed([layer], False),
     ):
-        layer.give(torch.zeros(3, TOP_K, dtype=torch.int64))
-    with pytest.raises(ReplayError, match="did not use its routes"), replayed([layer], False):
-        layer.give(torch.zeros(3, TOP_K, dtype=torch.int64))
-        layer.give(torch.zeros(3, TOP_K, dtype=torch.int64))
-    with pytest.raises(ReplayError, match="a pass without routes"), replayed([layer], False):
-        layer.give(torch.tensor([[0, 1]]))
-        choose(layer, torch.randn(1, EXPERTS))
-        choose(layer, torch.randn(1, EXPERTS))
+        layer.set_target(torch.zeros(3, TOP_K, dtype=torch.int64))
+    with pytest.raises(ReplayError, match="did not use its routing"), replayed([layer], False):
+        layer.set_target(torch.zeros(3, TOP_K, dtype=torch.int64))
+        layer.set_target(torch.zeros(3, TOP_K, dtype=torch.int64))
+    with pytest.raises(ReplayError, match="a pass without routing"), replayed([layer], False):
+        layer.set_target(torch.tensor([[0, 1]]))
+        route(layer, torch.randn(1, EXPERTS))
+        route(layer, torch.randn(1, EXPERTS))
     with (
-        pytest.raises(ReplayError, match="routes \\[2, 2\\] for \\[3, 2\\] choices"),
+        pytest.raises(ReplayError, match="routing \\[2, 2\\] for \\[3, 2\\] choices"),
         replayed([layer], False),
     ):
-        layer.give(torch.tensor([[0, 1], [0, 1]]))
-        choose(layer, torch.randn(3, EXPERTS))
-    # Every error above has left it clean: without routes the live router decides.
+        layer.set_target(torch.tensor([[0, 1], [0, 1]]))
+        route(layer, torch.randn(3, EXPERTS))
+    # Each error above has reset the layer: without routing the live router decides.
     with replayed([layer], False):
         scores = torch.randn(3, EXPERTS)
-        assert torch.equal(choose(layer, scores)[1], scores.topk(TOP_K, dim=1).indices)
+        assert torch.equal(route(layer, scores)[1], scores.topk(TOP_K, dim=1).indices)
 
 
-def test_a_batch_without_any_routes_is_not_trained_on(ranks, models):
+def test_a_batch_without_routing_is_not_trained_on(ranks, models):
     folder, _ = models(MODEL)
     error, unchanged, _ = ranks(2).run(
         cases.shifted_then_right,
@@ -247,9 +245,9 @@ def test_a_batch_without_any_routes_is_not_trained_on(ranks, models):
         shifted=make_groups(replay=False),
         groups=make_groups(replay=False),
     )[0]
-    assert "no step of the batch has recorded any" in error and unchanged
+    assert "needs recorded routing, and no step of the batch has any" in error and unchanged
 
 
-def test_fused_routers_are_refused(ranks, models):
+def test_fused_routers_are_rejected(ranks, models):
     folder, _ = models(MODEL)
     assert "moe_router_fusion" in ranks(1).run(cases.attach_to_fused_router, folder=folder)[0]

@@ -1,5 +1,6 @@
-"""X1, X3, X4, S12, S14, D2, D4: one update is the same under every layout, budget, parallelism and recomputation,
-with replayed experts and without, and equals a plain transformers loop over the single steps."""
+"""X1, X3, X4, S12, S14, D2, D4: one update equals a plain transformers loop over the single steps,
+under every pack layout, budget, parallel layout and recomputation, with and without routing replay.
+"""
 
 import numpy as np
 import pytest
@@ -16,18 +17,19 @@ LAYOUTS = {
     "vpp2": (2, dict(pipeline=2, virtual=2)),
     "tp2_pp2": (4, dict(tensor=2, pipeline=2)),
 }
-LARGE, BARELY = 4096, None
+LARGE = 4096
+BARELY = None  # the smallest budget that holds the longest path
 EVERYTHING = [
-    dict(samples_layout=layout, budget=budget, replay=replay)
-    for layout in ("flat", "merge", "trie")
+    dict(pack_layout=pack_layout, budget_tokens=budget, replay=replay)
+    for pack_layout in ("flat", "merge", "trie")
     for budget in (LARGE, 100, BARELY)
     for replay in (True, False)
 ]
 SOME = [
-    dict(samples_layout="trie", budget=100, replay=True),
-    dict(samples_layout="trie", budget=BARELY, replay=False),
-    dict(samples_layout="merge", budget=LARGE, replay=True),
-    dict(samples_layout="flat", budget=100, replay=False),
+    dict(pack_layout="trie", budget_tokens=100, replay=True),
+    dict(pack_layout="trie", budget_tokens=BARELY, replay=False),
+    dict(pack_layout="merge", budget_tokens=LARGE, replay=True),
+    dict(pack_layout="flat", budget_tokens=100, replay=False),
 ]
 MODEL = "qwen3_moe_dense_layer"  # its second layer has no router
 
@@ -71,7 +73,7 @@ def test_one_update_equals_the_plain_loop(layout, recompute, ranks, models, plai
             assert off <= 1e-4 * np.abs(value).max(), (name, combination)
 
 
-def test_the_plain_loop_tells_apart_what_must_differ(plain):
-    """Or the test above could not fail: replay changes the update, and reaches the routers."""
+def test_routing_replay_changes_the_plain_loop(plain):
+    """A precondition of the test above: it could not fail otherwise."""
     assert abs(plain[True]["loss"] - plain[False]["loss"]) > 1e-3
     assert all(gradient > 1e-6 for gradient in plain[True]["routers"].values())

@@ -1,4 +1,4 @@
-"""The worker: old and reference logprobs, steps that are not applied or end the run, temperature."""
+"""The worker: old and reference logprobs, temperature, skipped updates, errors, offloading."""
 
 import math
 
@@ -38,26 +38,31 @@ def assert_same(found: dict, expected: dict, atol=2e-5) -> None:
 
 
 @pytest.mark.parametrize(
-    "world, layout, budget", [(2, {}, 60), (4, dict(tensor=2, pipeline=2), 60), (2, {}, 4096)]
+    "world, layout, budget_tokens",
+    [(2, {}, 60), (4, dict(tensor=2, pipeline=2), 60), (2, {}, 4096)],
 )
-def test_old_logprobs_are_those_of_their_rows(world, layout, budget, ranks, models):
-    """S14: also where micro-batches do not divide by ranks and paddings stand in."""
+def test_old_logprobs_are_those_of_their_rows(world, layout, budget_tokens, ranks, models):
+    """S14: also with padding micro-batches, where the ranks do not divide the real ones."""
     folder, _ = models(MODEL)
     groups = make_groups(replay=False, prompts=1)
     results = ranks(world).run(
-        cases.old_logprobs, folder=folder, layout=layout, groups=groups, budget=budget
+        cases.old_logprobs,
+        folder=folder,
+        layout=layout,
+        groups=groups,
+        budget_tokens=budget_tokens,
     )
     assert_same(merged(results), plain(models, groups))
 
 
 def test_the_reference_is_the_initial_model(ranks, models):
-    """Its logprobs stay after updates, and the policy has its own weights back."""
+    """Updates do not change its logprobs, and the policy keeps its own weights."""
     folder, _ = models(MODEL)
     groups = make_groups(replay=False)
     results = ranks(2).run(
         cases.reference_after_updates, folder=folder, layout=dict(expert=2), groups=groups
     )
-    before, after, reference, policy_again = ([r[i] for r in results] for i in range(4))
+    before, after, reference, policy_again = zip(*results)
     assert_same(merged(reference), plain(models, groups))
     assert_same(merged(policy_again), merged(after), atol=0)
     assert max(np.abs(merged(after)[k] - v).max() for k, v in merged(before).items()) > 1e-2
@@ -78,17 +83,17 @@ def test_logprobs_are_those_of_the_sampling_temperature(ranks, models):
 
 
 @pytest.mark.parametrize(
-    "trouble, named",
+    "nonfinite, named",
     [
         ("advantage", "loss of group 1, trajectory 2, step 0"),
         ("gradient", "gradient of module.decoder.layers"),
     ],
 )
 @pytest.mark.parametrize("layout", [dict(expert=2), dict(pipeline=2)])
-def test_a_step_that_is_not_finite_is_skipped_and_named(layout, trouble, named, ranks, models):
+def test_a_nonfinite_update_is_skipped_and_named(layout, nonfinite, named, ranks, models):
     folder, _ = models(MODEL)
     results = ranks(2).run(
-        cases.bad_then_good_update, folder=folder, layout=layout, trouble=trouble
+        cases.nonfinite_then_finite_update, folder=folder, layout=layout, nonfinite=nonfinite
     )
     for skipped, metric, unchanged, then_changed, then_skipped in results:
         assert named in skipped and "not finite" in skipped
@@ -96,8 +101,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(layout, trouble, named, 
         assert then_changed and then_skipped is None
 
 
-def test_a10_a_mini_batch_without_a_trained_token_makes_no_step(ranks, models):
-    """Adam's momentum would move the weights. The schedule goes on: it counts mini-batches."""
+def test_a10_a_mini_batch_without_a_trained_token_makes_no_optimizer_step(ranks, models):
+    """Adam's momentum would move the weights. The schedule advances: it counts mini-batches."""
     folder, _ = models(MODEL)
     for world, layout in [(1, {}), (2, dict(expert=2)), (2, dict(pipeline=2))]:
         for result in ranks(world).run(cases.empty_update, folder=folder, layout=layout):
@@ -107,14 +112,13 @@ def test_a10_a_mini_batch_without_a_trained_token_makes_no_step(ranks, models):
             assert empty.pop("train/lr") == pytest.approx(0.75e-3)
             assert empty == {"train/tokens_trained": 0, "train/empty_mini_batches": 1}
             for metrics, lr in ((trains, 1e-3), (trains_again, 0.5e-3)):
-                assert (
-                    metrics["train/empty_mini_batches"] == 0 and metrics["train/tokens_trained"] > 0
-                )
+                assert metrics["train/empty_mini_batches"] == 0
+                assert metrics["train/tokens_trained"] > 0
                 assert metrics["train/lr"] == pytest.approx(lr)
 
 
-def test_a10_mini_batches_that_are_masked_altogether_are_counted(ranks, models):
-    """With filters.truncated=mask: two mini-batches, of which both, none and one train."""
+def test_a10_completely_masked_mini_batches_are_counted(ranks, models):
+    """With filters.truncated=mask: of two mini-batches both, none and one train."""
     folder, _ = models("llama")
     results = ranks(1).run(cases.learn_with_masked, folder=folder, masked=[[], [0, 1], [0]])[0]
     counted = [
@@ -128,8 +132,9 @@ def test_a10_mini_batches_that_are_masked_altogether_are_counted(ranks, models):
 @pytest.mark.parametrize(
     "world, layout", [(2, dict(expert=2)), (2, dict(tensor=2)), (4, dict(pipeline=2, expert=2))]
 )
-def test_a6_a_resumed_run_has_the_reference_it_began_with(world, layout, ranks, models, tmp_path):
-    """Fresh weights are not in the checkpoint: they are drawn again, under another layout, and are the same."""
+def test_a6_a_resumed_run_keeps_its_reference(world, layout, ranks, models, tmp_path):
+    """Fresh weights are not in the checkpoint: drawn again under another parallel layout, they are
+    the same."""
     folder, _ = models(MODEL)
     groups = make_groups(replay=False, prompts=1)
     fresh, trained = ranks(1).run(
@@ -151,40 +156,37 @@ def test_a6_a_resumed_run_has_the_reference_it_began_with(world, layout, ranks, 
         {"optimizer.lr": 3.3e38, "optimizer.weight_decay": 1.0, "optimizer.betas": [0.0, 0.0]},
     ],
 )
-def test_c2_a_step_that_makes_weights_not_finite_ends_the_run(settings, layout, ranks, models):
+def test_c2_an_update_with_nonfinite_weights_ends_the_run(settings, layout, ranks, models):
     folder, _ = models(MODEL)
     for error in ranks(2).run(
-        cases.weights_that_overflow, folder=folder, layout=layout, settings=settings
+        cases.error_of_overflowing_update, folder=folder, layout=layout, settings=settings
     ):
-        assert (
-            error.startswith("after optimizer step 1 weights are not finite: ")
-            and "\n" not in error
-        )
+        assert error.startswith("after optimizer step 1 weights are not finite: ")
+        assert "\n" not in error
         assert "decoder.layers." in error and "optimizer.lr" in error
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_c2_a_weight_that_is_not_finite_is_never_written(value, ranks, models, tmp_path):
-    """One element on the last stage: all ranks stop, and name it as it is called in the whole model."""
+def test_c2_a_nonfinite_weight_is_never_written(value, ranks, models, tmp_path):
+    """One element on the last stage: all ranks raise, with its name in the whole model."""
     errors = ranks(2).run(
-        cases.saved_with_a_bad_weight,
+        cases.errors_with_nonfinite_weight,
         folder=models("llama")[0],
         layout=dict(pipeline=2),
         root=tmp_path,
         bad_rank=1,
         value=value,
     )
+    name = "decoder.layers.3.self_attention.linear_proj.weight"
     for error in [error for of_rank in errors for error in of_rank]:
-        assert (
-            "weights are not finite: decoder.layers.3.self_attention.linear_proj.weight;" in error
-        )
+        assert f"weights are not finite: {name};" in error
     assert list(tmp_path.iterdir()) == []
 
 
-def test_d3_a_rest_gives_up_the_gradients_and_changes_nothing(ranks, models):
+def test_d3_offloading_frees_the_gradients_and_changes_no_metric(ranks, models):
     folder, _ = models(MODEL)
     layout = dict(expert=2)
     plain = ranks(2).run(cases.take_steps, folder=folder, layout=layout, steps=3)
-    rested = ranks(2).run(cases.steps_with_rests, folder=folder, layout=layout, steps=3)
-    assert [metrics for metrics, _ in rested] == plain
-    assert [left for _, left in rested] == [0, 0]
+    offloaded = ranks(2).run(cases.take_steps_with_offload, folder=folder, layout=layout, steps=3)
+    assert [metrics for metrics, _ in offloaded] == plain
+    assert [gradient_bytes for _, gradient_bytes in offloaded] == [0, 0]

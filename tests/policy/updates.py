@@ -1,4 +1,4 @@
-"""Rollouts for updates of a tiny MoE, and the update as a plain transformers loop would do it, step by step."""
+"""Rollouts for updates of a tiny MoE, and the same update as a plain transformers loop."""
 
 from zlib import crc32
 
@@ -11,15 +11,13 @@ from megastep.types import Group, Step, Trajectory
 from tests.models import VOCAB
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
-LR, EPS = (
-    1e-2,
-    1e-3,
-)  # such an eps keeps Adam's first step smooth where a gradient is almost nothing
+LR = 1e-2
+EPS = 1e-3  # large: keeps Adam's first step smooth where a gradient is almost 0
 
 
 def make_groups(replay: bool, prompts: int = 2, seed: int = 0) -> list[Group]:
-    """Trajectories of 1 to 4 turns; some strip their thinking from history, one repeats another, one ends in an
-    appended EOS. With `replay` every token has experts that depend on its path alone."""
+    """Trajectories of 1 to 4 turns; some strip thinking from the history, one repeats another, one
+    ends in an appended EOS. With `replay` the routing of a token is a function of its path."""
     random = np.random.default_rng(seed)
     groups = []
     for id in range(prompts):
@@ -27,13 +25,13 @@ def make_groups(replay: bool, prompts: int = 2, seed: int = 0) -> list[Group]:
         trajectories = [
             _trajectory(random, id, i, prompt, turns=1 + (id + 2 * i) % 4) for i in range(3)
         ]
-        again = [Step(**vars(step)) for step in trajectories[0].steps]
-        trajectories.append(Trajectory(id, 3, again))
+        repeated = [Step(**vars(step)) for step in trajectories[0].steps]
+        trajectories.append(Trajectory(id, 3, repeated))
         trajectories[0].steps[-1].reward += 0.5
         groups.append(Group(id, trajectories))
     if replay:
         for step in steps_of(groups):
-            record(step)
+            record_routing(step)
     validate(groups)
     return groups
 
@@ -75,8 +73,8 @@ def ids_of(step: Step) -> np.ndarray:
     return np.concatenate([step.prompt_ids, step.response_ids])
 
 
-def record(step: Step) -> None:
-    """As an engine would: every token but the last that it sampled."""
+def record_routing(step: Step) -> None:
+    """As an engine would: of every token but the last that it sampled."""
     generated = len(step.prompt_ids) + int(np.count_nonzero(step.loss_mask))
     step.routing = np.array(
         [experts_of(ids_of(step)[: n + 1]) for n in range(generated - 1)], np.uint8
@@ -92,28 +90,35 @@ def experts_of(path: np.ndarray) -> np.ndarray:
 def micro_batches(
     groups: list[Group],
     ranks: int,
-    budget: int,
+    budget_tokens: int,
     pack_layout: str,
     tensor: int = 1,
     rounds_of: int = 1,
 ):
+    """Of each rank."""
     samples = make_samples(groups, "step_returns", "token")
-    return lay_out(
-        samples, ranks, budget, align_tokens=tensor, pack_layout=pack_layout, rounds_of=rounds_of
-    )[0]
+    by_rank, _ = lay_out(
+        samples,
+        ranks,
+        budget_tokens,
+        align_tokens=tensor,
+        pack_layout=pack_layout,
+        rounds_of=rounds_of,
+    )
+    return by_rank
 
 
 def longest_path(groups: list[Group]) -> int:
-    """Of the tokens that predict a trained one."""
+    """Counts the tokens that predict a trained token."""
     return max(len(s.prompt_ids) + int(np.count_nonzero(s.loss_mask)) - 1 for s in steps_of(groups))
 
 
-# ---------------------------------------------------------------- the plain way
+# ---------------------------------------------------------------- the plain loop
 
 
 def plain_update(folder, groups: list[Group], replay: bool) -> dict:
-    """Each step its own unpadded sequence through transformers; PPO's clipped loss against the rollout's logprobs;
-    gradient clipping; AdamW."""
+    """Each step is one unpadded sequence through transformers; PPO's clipped loss with the
+    rollout's logprobs as old; gradient clipping; AdamW."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -147,26 +152,28 @@ def plain_update(folder, groups: list[Group], replay: bool) -> dict:
 def plain_logprobs(model, step: Step, replay: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs of the response, and of the whole vocabulary."""
     ids = torch.from_numpy(ids_of(step).astype(np.int64))
-    routes = None
+    prompt_tokens = len(step.prompt_ids)
+    routing = None
     if replay:
-        routes = torch.from_numpy(
+        routing = torch.from_numpy(
             np.stack([experts_of(ids_of(step)[: n + 1]) for n in range(len(ids) - 1)])
         )
-    with forced(model, routes):
-        everything = model(ids[None, :-1]).logits[0].log_softmax(-1)[len(step.prompt_ids) - 1 :]
-    return everything.gather(1, ids[len(step.prompt_ids) :, None]).squeeze(1), everything
+    with forced(model, routing):
+        logp = model(ids[None, :-1]).logits[0].log_softmax(-1)[prompt_tokens - 1 :]
+    return logp.gather(1, ids[prompt_tokens:, None]).squeeze(1), logp
 
 
 class forced:
-    """transformers' routers take these experts [T, LAYERS, TOP_K], weighed by their live scores."""
+    """transformers' routers use this routing [T, LAYERS, TOP_K], weighed by their live scores."""
 
-    def __init__(self, model, routes: torch.Tensor | None):
-        self.model, self.routes = model, routes
+    def __init__(self, model, routing: torch.Tensor | None):
+        self.model = model
+        self.routing = routing
 
     def __enter__(self):
         for number, layer in enumerate(self.model.model.layers):
-            if self.routes is not None and hasattr(layer.mlp, "gate"):
-                layer.mlp.gate.forward = self.gate(layer.mlp.gate, self.routes[:, number].long())
+            if self.routing is not None and hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.forward = self.gate(layer.mlp.gate, self.routing[:, number].long())
 
     def gate(self, gate, experts: torch.Tensor):
         def forward(hidden):
@@ -174,11 +181,9 @@ class forced:
             live = logits.topk(gate.top_k, -1).indices
             chosen = torch.where(experts < 0, live, experts)
             scores = logits.softmax(-1).gather(1, chosen)
-            return (
-                logits,
-                scores / scores.sum(-1, keepdim=True) if gate.norm_topk_prob else scores,
-                chosen,
-            )
+            if gate.norm_topk_prob:
+                scores = scores / scores.sum(-1, keepdim=True)
+            return logits, scores, chosen
 
         return forward
 
@@ -189,7 +194,7 @@ class forced:
 
 
 def hf_state(model) -> dict[str, np.ndarray]:
-    """Parameters under the names of a saved folder, where each expert is a tensor of its own."""
+    """Parameters by their names in a saved folder, one tensor per expert."""
     from tempfile import TemporaryDirectory
 
     from megastep.weights.hf_files import HFReader

@@ -1,5 +1,5 @@
-"""Tokenizers and chat templates in the manner of Qwen3, gpt-oss, Llama 3 and DeepSeek, small and built here; and an
-engine that reads from a script."""
+"""Small tokenizers and chat templates like those of Qwen3, gpt-oss, Llama 3 and DeepSeek, and an
+engine with scripted replies."""
 
 from dataclasses import dataclass, field
 
@@ -9,41 +9,52 @@ from transformers import PreTrainedTokenizerFast
 
 from megastep.rollout.generation import Generation, Sampling
 from megastep.rollout.renderer import Renderer
+from megastep.types import FinishReason
 
-# Thinking is kept from the last question of the user on, dropped before; tools answer within a user turn.
+# Thinking is dropped before the last user message; tool messages are part of a user turn.
 QWEN3 = """\
 {%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
         {%- set parts = m.content.split('</think>') %}
-        {%- set said = parts[-1].lstrip('\\n') %}
+        {%- set answer = parts[-1].lstrip('\\n') %}
         {{- '<|im_start|>assistant\\n' }}
         {%- if loop.index0 > ns.last and parts | length > 1 %}
             {{- '<think>\\n' + parts[0].split('<think>')[-1].strip('\\n') + '\\n</think>\\n\\n' }}
         {%- elif loop.last %}
             {{- '<think>\\n\\n</think>\\n\\n' }}
         {%- endif %}
-        {{- said + '<|im_end|>\\n' }}
+        {{- answer + '<|im_end|>\\n' }}
     {%- elif m.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
         {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
     {%- else %}
         {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+    {%- if enable_thinking is defined and not enable_thinking %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
 {%- endif %}"""
 
-# Thinking has a channel of its own and is never in the history of a final answer; <|return|> becomes <|end|> there.
+# Thinking is in its own channel and not in the history, where <|return|> becomes <|end|>.
 GPT_OSS = """\
 {{- '<|start|>system<|message|>You are helpful.<|end|>' }}
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
-        {%- if '<|channel|>' in m.content %}{{- raise_exception('thinking belongs in its own field') }}{% endif %}
+        {%- if '<|channel|>' in m.content %}
+            {{- raise_exception('thinking belongs in its own field') }}
+        {%- endif %}
         {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
     {%- elif m.role == 'tool' %}
         {{- raise_exception('a tool message needs a tool call before it') }}
@@ -53,24 +64,28 @@ GPT_OSS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}"""
 
-# Contents are trimmed; any role goes.
+# Contents are trimmed; any role is accepted.
 LLAMA3 = """\
 {{- bos_token }}
 {%- for m in messages %}
-    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
+    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}
+    {{- m.content | trim + '<|eot_id|>' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}"""
 
-# Turns are told apart by added tokens that are not special.
+# Added tokens that are not special delimit turns.
 DEEPSEEK = """\
 {{- bos_token }}
 {%- for m in messages %}
-    {%- if m.role == 'assistant' %}{{- '<｜Assistant｜>' + m.content.split('</think>')[-1] + eos_token }}
+    {%- if m.role == 'assistant' %}
+        {{- '<｜Assistant｜>' + m.content.split('</think>')[-1] + eos_token }}
     {%- else %}{{- '<｜User｜>' + m.content }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{% endif %}"""
 
-# Nothing tells where the model's turn ends.
+# No token closes the model's turn.
 OPEN_ENDED = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}{{ 'assistant: ' }}"
 )
@@ -82,7 +97,7 @@ MARKS = {
     "deepseek": ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"],
     "open_ended": ["<|endoftext|>"],
 }
-ORDINARY = {"deepseek": ["<｜User｜>", "<｜Assistant｜>"]}  # added, and not special
+ORDINARY = {"deepseek": ["<｜User｜>", "<｜Assistant｜>"]}  # added tokens, not special
 TEMPLATES = {
     "qwen3": QWEN3,
     "gpt_oss": GPT_OSS,
@@ -101,7 +116,7 @@ EOS = {
 
 
 def tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """Bytes and a few merges: the same text has several tokenizations, of which a model may sample any."""
+    """Bytes and a few merges: a text has several tokenizations, and a model may sample any."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "b"), ("l", "l"), ("ab", "ab")]
     vocab = {piece: i for i, piece in enumerate(letters + ["".join(pair) for pair in merges])}
@@ -127,15 +142,16 @@ def ids(kind_or_renderer, text: str) -> np.ndarray:
     return np.array(made.encode(text, add_special_tokens=False), np.int32)
 
 
-LAYERS, TOP_K = 2, 2
+LAYERS = 2
+TOP_K = 2
 
 
 @dataclass
-class Script:
-    """A `generate` that says what it was told to, in turn, and remembers what it was asked."""
+class ScriptedEngine:
+    """A `generate` that returns `replies` in turn and records its calls."""
 
     renderer: Renderer
-    replies: list  # a text, ids, or an exception to raise; the last one again and again
+    replies: list  # a text, ids, or an exception to raise; the last one repeats
     routing: bool = False
     calls: list[tuple[np.ndarray, Sampling, str, int]] = field(default_factory=list)
 
@@ -146,25 +162,24 @@ class Script:
         self.calls.append((prompt_ids, sampling, session, routing_start))
         if isinstance(reply, BaseException):
             raise reply
-        said = ids(self.renderer, reply) if isinstance(reply, str) else np.array(reply, np.int32)
-        ended = np.flatnonzero(np.isin(said, sampling.stop_token_ids))
-        said = said[: ended[0] + 1] if len(ended) else said
-        cut = len(said) > sampling.max_tokens or not len(ended)
-        said = said[: sampling.max_tokens]
+        full = ids(self.renderer, reply) if isinstance(reply, str) else np.array(reply, np.int32)
+        stops = np.flatnonzero(np.isin(full, sampling.stop_token_ids))
+        end = stops[0] + 1 if len(stops) else len(full)
+        is_truncated = end > sampling.max_tokens or not len(stops)
+        sampled = full[: min(end, sampling.max_tokens)]
+        count = len(sampled)
         return Generation(
-            ids=said,
-            logprobs=-np.arange(1, len(said) + 1, dtype=np.float32),
-            versions=np.array([[3, len(said)]] if len(said) else np.empty((0, 2)), np.int32),
-            finish="length" if cut else "stop",
-            routing=self._experts(prompt_ids, said, routing_start) if self.routing else None,
+            ids=sampled,
+            logprobs=-np.arange(1, count + 1, dtype=np.float32),
+            versions=np.array([[3, count]] if count else np.empty((0, 2)), np.int32),
+            finish=FinishReason.LENGTH if is_truncated else FinishReason.STOP,
+            routing=self._routing(prompt_ids, sampled, routing_start) if self.routing else None,
             routing_start=routing_start if self.routing else 0,
         )
 
-    def _experts(self, prompt_ids, said, start) -> np.ndarray:
-        """[n, L, K]: of every token but the last; the token's own id, so that a shift by one shows."""
-        forwarded = np.concatenate([prompt_ids, said])[
-            start : max(len(prompt_ids) + len(said) - 1, start)
-        ]
-        return np.broadcast_to(
-            (forwarded % 64)[:, None, None], (len(forwarded), LAYERS, TOP_K)
-        ).astype(np.uint8)
+    def _routing(self, prompt_ids, sampled, start) -> np.ndarray:
+        """[n, L, K]: the id of each token but the last, modulo 64, which reveals a shift by one."""
+        tokens = np.concatenate([prompt_ids, sampled])
+        forwarded = tokens[start : max(len(tokens) - 1, start)]
+        shape = (len(forwarded), LAYERS, TOP_K)
+        return np.broadcast_to((forwarded % 64)[:, None, None], shape).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""S1, S7, S8, S9, S10: what an episode leaves behind, whatever the environment and the engine did."""
+"""S1, S7, S8, S9, S10: the trajectory of an episode, for any environment and engine behaviour."""
 
 import asyncio
 import re
@@ -23,27 +23,29 @@ LIMITS = Limits(max_turns=8, max_prompt_tokens=200, max_response_tokens=40, env_
 
 
 class Talk(Env):
-    """Asks, answers `observations` in turn, then is done with reward 1; a callable among them misbehaves."""
+    """Returns `observations` in turn, then is done with reward 1; a callable replaces step()."""
 
     closed = 0
 
     def __init__(self, *observations, question="ab?"):
-        self.question, self.observations, self.turn = question, observations, 0
-        self.heard = []
+        self.question = question
+        self.observations = observations
+        self.turn = 0
+        self.turns = []
 
     async def start(self):
         return [{"role": "user", "content": self.question}]
 
     async def step(self, text, ids):
-        self.heard.append((text, ids))
+        self.turns.append((text, ids))
         self.turn += 1
         if self.turn > len(self.observations):
             return Outcome(reward=1.0, done=True, metrics={"success": True})
-        said = self.observations[self.turn - 1]
-        if callable(said):
-            return await said()
+        observation = self.observations[self.turn - 1]
+        if callable(observation):
+            return await observation()
         return Outcome(
-            [{"role": "user", "content": said}],
+            [{"role": "user", "content": observation}],
             reward=0.25,
             metrics={"turns": self.turn},
             state=self.turn,
@@ -53,11 +55,13 @@ class Talk(Env):
         self.closed += 1
 
 
-def play(env, replies=(THINKING,), mode="tokens", limits=LIMITS, routing=False, kind="qwen3"):
+def run_episode(
+    env, replies=(THINKING,), mode="tokens", limits=LIMITS, routing=False, kind="qwen3"
+):
     renderer = Renderer(chats.tokenizer(kind), mode)
-    script = chats.Script(renderer, list(replies), routing)
+    script = chats.ScriptedEngine(renderer, list(replies), routing)
     agent = Agent(script, renderer, limits, Sampling(max_tokens=0), seed=7)
-    trajectory = asyncio.run(agent.play(lambda: env, group_id=4, index=2, session="4/2"))
+    trajectory = asyncio.run(agent.run_episode(lambda: env, group_id=4, index=2, session="4/2"))
     validate([Group(4, [trajectory])])
     return trajectory, script, renderer
 
@@ -65,7 +69,7 @@ def play(env, replies=(THINKING,), mode="tokens", limits=LIMITS, routing=False, 
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
 def test_s1_every_model_call_is_a_step(mode):
     env = Talk("one", "two")
-    trajectory, script, renderer = play(env, mode=mode)
+    trajectory, script, renderer = run_episode(env, mode=mode)
     assert (trajectory.group_id, trajectory.index, trajectory.stop_reason) == (4, 2, "done")
     assert len(trajectory.steps) == len(script.calls) == 3 and env.closed == 1
     for step, (prompt, _, session, _) in zip(trajectory.steps, script.calls):
@@ -76,12 +80,12 @@ def test_s1_every_model_call_is_a_step(mode):
     assert [s.reward for s in trajectory.steps] == [0.25, 0.25, 1.0] and trajectory.reward == 1.5
     assert trajectory.env_metrics == {"turns": 2, "success": True}
     assert [s.state for s in trajectory.steps] == [None, 1, 2]
-    assert env.heard[0][0] == THINKING.removesuffix("<|im_end|>")
+    assert env.turns[0][0] == THINKING.removesuffix("<|im_end|>")
 
 
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
 def test_s9_an_observation_is_in_the_next_prompt_and_in_no_response(mode):
-    trajectory, _, renderer = play(Talk("seventy-one", "two"), mode=mode)
+    trajectory, _, renderer = run_episode(Talk("seventy-one", "two"), mode=mode)
     seen = [renderer.tokenizer.decode(s.prompt_ids).count("seventy-one") for s in trajectory.steps]
     assert seen == [0, 1, 1]
     assert all(
@@ -90,7 +94,7 @@ def test_s9_an_observation_is_in_the_next_prompt_and_in_no_response(mode):
 
 
 def test_max_turns():
-    trajectory, _, _ = play(Talk("one", "two", "three"), limits=Limits(2, 200, 40, 5.0))
+    trajectory, _, _ = run_episode(Talk("one", "two", "three"), limits=Limits(2, 200, 40, 5.0))
     assert (len(trajectory.steps), trajectory.stop_reason) == (2, "max_turns")
     assert [s.last for s in trajectory.steps] == [False, True]
 
@@ -100,13 +104,13 @@ def test_max_turns():
 
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
 def test_s7_no_prompt_is_longer_than_the_limit(mode):
-    """Seven turns with growing observations: under every limit the steps are those of the free episode that fit."""
+    """Seven turns, growing observations: a limit keeps the steps of the free episode that fit."""
     observations = ["x" * n for n in range(1, 30, 5)]
-    free, _, _ = play(Talk(*observations), mode=mode, limits=Limits(8, 10_000, 40, 5.0))
+    free, _, _ = run_episode(Talk(*observations), mode=mode, limits=Limits(8, 10_000, 40, 5.0))
     lengths = [len(s.prompt_ids) for s in free.steps]
     assert len(lengths) == 7
     for limit in [n + d for n in lengths for d in (-1, 0, 1)][1:]:
-        trajectory, script, _ = play(
+        trajectory, script, _ = run_episode(
             Talk(*observations), mode=mode, limits=Limits(8, limit, 40, 5.0)
         )
         fitting = [s for s in free.steps if len(s.prompt_ids) <= limit]
@@ -123,18 +127,19 @@ def test_s7_no_prompt_is_longer_than_the_limit(mode):
             assert trajectory.stop_reason == "done" and trajectory.steps[-1].finish == "stop"
 
 
-def test_s7_chat_mode_checks_the_rendered_prompt_not_the_sum_of_what_was_said():
-    """The dropped thinking does not count: in tokens mode the same limit ends the episode earlier."""
+def test_s7_chat_mode_checks_the_rendered_prompt():
+    """Thinking that the template dropped does not count; in tokens mode it does."""
     limits = Limits(8, 110, 40, 5.0)
     stopped = {
-        mode: play(Talk("x", "x", "x"), mode=mode, limits=limits)[0] for mode in ("tokens", "chat")
+        mode: run_episode(Talk("x", "x", "x"), mode=mode, limits=limits)[0]
+        for mode in ("tokens", "chat")
     }
     assert stopped["tokens"].stop_reason == "context" and stopped["chat"].stop_reason == "done"
 
 
-def test_s7_an_over_long_first_prompt_is_a_trajectory_that_says_so():
+def test_s7_an_over_long_first_prompt_is_a_trajectory_without_steps():
     env = Talk(question="x" * 500)
-    trajectory, script, _ = play(env)
+    trajectory, script, _ = run_episode(env)
     assert (trajectory.steps, trajectory.stop_reason, script.calls, env.closed) == (
         [],
         "first_prompt",
@@ -145,7 +150,7 @@ def test_s7_an_over_long_first_prompt_is_a_trajectory_that_says_so():
 
 @pytest.mark.parametrize("reply", ["x" * 39, "x" * 100, "x" * 38 + "<|im_end|>", THINKING])
 def test_s7_no_step_is_longer_than_prompt_and_response(reply):
-    trajectory, _, _ = play(Talk("one"), [reply])
+    trajectory, _, _ = run_episode(Talk("one"), [reply])
     assert all(len(s.response_ids) <= LIMITS.max_response_tokens for s in trajectory.steps)
 
 
@@ -155,7 +160,7 @@ def test_s7_no_step_is_longer_than_prompt_and_response(reply):
 @pytest.mark.parametrize("reply", ["x" * 100, "", "ab"])
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
 def test_s8_an_appended_eos_is_in_the_sequence_and_out_of_the_loss(reply, mode):
-    trajectory, script, renderer = play(Talk("one"), [reply], mode=mode)
+    trajectory, script, renderer = run_episode(Talk("one"), [reply], mode=mode)
     for step in trajectory.steps:
         sampled = min(len(chats.ids(renderer, reply)), LIMITS.max_response_tokens - 1)
         assert len(step.response_ids) == sampled + 1 and step.response_ids[-1] == renderer.end_id
@@ -169,35 +174,34 @@ def test_s8_an_appended_eos_is_in_the_sequence_and_out_of_the_loss(reply, mode):
 
 
 def test_s8_a_sampled_eos_is_trained_and_nothing_is_appended():
-    trajectory, _, renderer = play(Talk())
+    trajectory, _, renderer = run_episode(Talk())
     (step,) = trajectory.steps
     assert step.loss_mask.all() and step.response_ids.tolist().count(renderer.end_id) == 1
 
 
-# ---------------------------------------------------------------- S10: experts
+# ---------------------------------------------------------------- S10: routing
 
 
-def experts_by_token(step) -> list[int]:
+def routing_by_token(step) -> list[int]:
     return step.routing[:, 0, 0].tolist()
 
 
 @pytest.mark.parametrize("reply", [THINKING, "", "x" * 100])
 @pytest.mark.parametrize("mode", ["tokens", "chat"])
-def test_s10_experts_belong_to_the_tokens_that_were_forwarded(reply, mode):
-    trajectory, _, _ = play(Talk("one", "two"), [reply], mode=mode, routing=True)
+def test_s10_routing_belongs_to_the_forwarded_tokens(reply, mode):
+    trajectory, _, _ = run_episode(Talk("one", "two"), [reply], mode=mode, routing=True)
     for step in trajectory.steps:
         tokens = np.concatenate([step.prompt_ids, step.response_ids])
-        forwarded = (
-            len(step.prompt_ids) + int(step.loss_mask.sum()) - 1
-        )  # neither the last sampled nor the appended
+        # Neither the last sampled token nor the appended one is forwarded.
+        forwarded = len(step.prompt_ids) + int(step.loss_mask.sum()) - 1
         assert step.routing_end == max(forwarded, step.routing_start)
         assert (
-            experts_by_token(step) == (tokens[step.routing_start : step.routing_end] % 64).tolist()
+            routing_by_token(step) == (tokens[step.routing_start : step.routing_end] % 64).tolist()
         )
 
 
-def test_s10_each_expert_is_asked_for_once_where_prompts_extend_each_other():
-    trajectory, script, _ = play(Talk("one", "two", "three"), mode="tokens", routing=True)
+def test_s10_routing_is_requested_once_where_prompts_extend_each_other():
+    trajectory, script, _ = run_episode(Talk("one", "two", "three"), mode="tokens", routing=True)
     end = 0
     for step, (_, _, _, asked) in zip(trajectory.steps, script.calls):
         assert asked == step.routing_start == end
@@ -206,39 +210,40 @@ def test_s10_each_expert_is_asked_for_once_where_prompts_extend_each_other():
     assert shipped == len(trajectory.steps[-1]) - 1  # every token but the last, once
 
 
-def test_s10_a_rewritten_history_is_asked_for_from_where_it_differs():
-    trajectory, script, _ = play(Talk("one", "two"), mode="chat", routing=True)
+def test_s10_routing_of_a_rewritten_history_is_requested_from_the_first_difference():
+    trajectory, script, _ = run_episode(Talk("one", "two"), mode="chat", routing=True)
     first, second, third = trajectory.steps
     assert script.calls[0][3] == 0
-    # the template rewrote the whole answer: what is common is the first prompt
+    # The template rewrote the whole answer: the common prefix is the first prompt.
     assert script.calls[1][3] == len(first.prompt_ids)
-    # the second prompt is a prefix of the third
+    # The second prompt is a prefix of the third.
     assert third.prompt_ids[: len(second.prompt_ids)].tolist() == second.prompt_ids.tolist()
     assert script.calls[2][3] == len(second.prompt_ids)
 
 
-def test_s10_tokens_that_no_step_recorded_are_asked_for():
-    trajectory, script, _ = play(Talk("one", "two"), routing=False)
+def test_s10_routing_that_no_step_recorded_is_requested():
+    trajectory, script, _ = run_episode(Talk("one", "two"), routing=False)
     assert [asked for *_, asked in script.calls] == [0, 0, 0] and all(
         s.routing is None for s in trajectory.steps
     )
 
 
 def test_s10_the_last_token_of_a_prompt_is_always_computed():
-    trajectory, _, _ = play(Talk(), routing=True)
+    trajectory, _, _ = run_episode(Talk(), routing=True)
     (step,) = trajectory.steps
     prompt = np.concatenate([step.prompt_ids, step.response_ids])[:-3]
     assert Recorded(3, [step]).tokens(prompt) == len(prompt) - 1
 
 
-# ---------------------------------------------------------------- A12: experts across a weight sync
+# ---------------------------------------------------------------- A12: routing across a weight sync
 
 
 def engine_steps(versions, queued=()):
-    """Three turns that extend each other. `versions[i]`: those of turn i, one per sampled token, the last for the rest;
-    a turn in `queued` was sent before the sync that changed its version: the engine records what it was asked for."""
+    """Three turns that extend each other. `versions[i]`: weight versions of turn i, one per sampled
+    token, the last for the rest. A turn in `queued` was sent before the sync that changed its
+    version: the engine records from the requested start."""
     renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
-    script = chats.Script(renderer, [THINKING], routing=True)
+    script = chats.ScriptedEngine(renderer, [THINKING], routing=True)
     asked = []
 
     async def generate(prompt_ids, sampling, *, session, routing_start, routing_version):
@@ -252,13 +257,13 @@ def engine_steps(versions, queued=()):
 
     agent = Agent(generate, renderer, LIMITS, Sampling(max_tokens=0), seed=7)
     trajectory = asyncio.run(
-        agent.play(lambda: Talk("one", "two"), group_id=4, index=2, session="4/2")
+        agent.run_episode(lambda: Talk("one", "two"), group_id=4, index=2, session="4/2")
     )
     validate([Group(4, [trajectory])])
     return trajectory, asked
 
 
-def test_a12_while_the_weights_are_the_same_experts_are_recorded_once():
+def test_a12_routing_is_recorded_once_per_weight_version():
     trajectory, asked = engine_steps([[3], [3], [3]])
     assert asked[0] == (0, None) and [version for _, version in asked[1:]] == [3, 3]
     first, second, third = trajectory.steps
@@ -269,20 +274,19 @@ def test_a12_while_the_weights_are_the_same_experts_are_recorded_once():
 def test_a12_after_a_weight_sync_a_call_records_its_whole_context():
     trajectory, asked = engine_steps([[3], [4], [4]])
     first, second, third = trajectory.steps
-    assert (
-        asked[1] == (first.routing_end, 3) and second.routing_start == 0
-    )  # the engine has version 4 by then
+    # The engine has version 4 by then.
+    assert asked[1] == (first.routing_end, 3) and second.routing_start == 0
     assert asked[2] == (second.routing_end, 4) and third.routing_start == second.routing_end
     assert rollout_metrics([Group(4, [trajectory])])["turn/older_routing"] == 0
 
 
-def test_a12_a_call_that_a_sync_interrupted_has_no_experts_for_the_next():
-    """Its prompt has those of version 3, what it sampled last those of version 4."""
+def test_a12_routing_of_an_interrupted_call_is_not_reused():
+    """Its prompt has the routing of version 3, its last tokens that of version 4."""
     _, asked = engine_steps([[3], [3, 4], [4]])
     assert asked[2] == (0, None)
 
 
-def test_a12_a_call_that_waited_through_a_sync_is_counted_and_trusted_by_none():
+def test_a12_routing_of_a_call_queued_during_a_sync_is_counted_and_not_reused():
     trajectory, asked = engine_steps([[3], [4], [4]], queued={1})
     first, second, third = trajectory.steps
     assert second.routing_start == first.routing_end
@@ -290,7 +294,7 @@ def test_a12_a_call_that_waited_through_a_sync_is_counted_and_trusted_by_none():
     assert rollout_metrics([Group(4, [trajectory])])["turn/older_routing"] == 1
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- failures
 
 
 async def raises():
@@ -362,20 +366,22 @@ GARBAGE = [
     ]
     + [(returns(garbage), "env_error", "EnvError: ") for garbage in GARBAGE],
 )
-def test_an_environment_that_fails_marks_its_trajectory(behaviour, reason, error):
+def test_a_failing_environment_fails_its_trajectory(behaviour, reason, error):
     env = Talk("one", behaviour)
-    trajectory, _, _ = play(env, limits=Limits(8, 200, 40, 0.05 if behaviour is hangs else 5.0))
+    trajectory, _, _ = run_episode(
+        env, limits=Limits(8, 200, 40, 0.05 if behaviour is hangs else 5.0)
+    )
     assert trajectory.stop_reason == reason and trajectory.env_metrics["error"].startswith(error)
     assert [s.finish for s in trajectory.steps] == ["stop", "error"]
     assert [s.reward for s in trajectory.steps] == [0.25, 0.0] and env.closed == 1
 
 
-def test_an_environment_that_does_not_start():
+def test_an_environment_with_an_invalid_first_prompt():
     class Broken(Talk):
         async def start(self):
             return "a question"
 
-    trajectory, script, _ = play(Broken())
+    trajectory, script, _ = run_episode(Broken())
     assert (trajectory.steps, trajectory.stop_reason, script.calls) == ([], "env_error", [])
     assert "expected chat messages" in trajectory.env_metrics["error"]
 
@@ -394,14 +400,14 @@ def test_an_environment_that_does_not_start():
     ],
     ids=["content", "role", "none", "second"],
 )
-def test_c1_what_cannot_be_rendered_marks_the_episode(messages, mode):
-    """A lone surrogate in a data row or an observation, or no message at all, ended the whole run."""
+def test_c1_messages_that_cannot_be_rendered_fail_the_episode(messages, mode):
+    """A lone surrogate in a row or an observation, or no message at all, must not end the run."""
 
     class Start(Talk):
         async def start(self):
             return messages
 
-    trajectory, script, _ = play(Start(), mode=mode)
+    trajectory, script, _ = run_episode(Start(), mode=mode)
     assert (trajectory.steps, trajectory.stop_reason, script.calls) == ([], "env_error", [])
     assert "\n" not in trajectory.env_metrics["error"] and trajectory.env_metrics["error"].encode()
     if not messages:
@@ -410,24 +416,24 @@ def test_c1_what_cannot_be_rendered_marks_the_episode(messages, mode):
             == "EnvError: start() returned no messages; the first prompt is needed"
         )
     else:
-        trajectory, _, _ = play(Talk(returns(Outcome(messages))), mode=mode)
+        trajectory, _, _ = run_episode(Talk(returns(Outcome(messages))), mode=mode)
         assert (
             trajectory.stop_reason == "env_error"
             and "lone surrogate" in trajectory.env_metrics["error"]
         )
 
 
-def test_c1_messages_nested_without_end_mark_the_episode():
+def test_c1_recursive_messages_fail_the_episode():
     endless = {"role": "user", "content": "x"}
     endless["again"] = endless
-    trajectory, _, _ = play(Talk(returns(Outcome([endless]))))
+    trajectory, _, _ = run_episode(Talk(returns(Outcome([endless]))))
     assert (
         trajectory.stop_reason == "env_error"
         and "RecursionError" in trajectory.env_metrics["error"]
     )
 
 
-def test_c1_an_error_that_cannot_be_printed_is_told_all_the_same():
+def test_c1_an_error_that_cannot_be_printed_is_reported():
     class Mute(Exception):
         def __str__(self):
             raise ValueError
@@ -435,14 +441,17 @@ def test_c1_an_error_that_cannot_be_printed_is_told_all_the_same():
     async def mute():
         raise Mute
 
-    async def half():
+    async def lone_surrogate():
         raise ValueError("a\n\ud800")
 
-    assert play(Talk(mute))[0].env_metrics["error"] == "Mute: its text cannot be had, ValueError"
-    assert play(Talk(half))[0].env_metrics["error"] == "ValueError: a \\ud800"
+    assert (
+        run_episode(Talk(mute))[0].env_metrics["error"]
+        == "Mute: its text cannot be read, ValueError"
+    )
+    assert run_episode(Talk(lone_surrogate))[0].env_metrics["error"] == "ValueError: a \\ud800"
 
 
-def test_c10_numpys_numbers_are_numbers():
+def test_c10_numpy_scalars_are_accepted():
     outcome = Outcome(
         reward=np.float32(0.5),
         done=np.bool_(True),
@@ -455,7 +464,9 @@ def test_c10_numpys_numbers_are_numbers():
             "list": [np.int8(1)],
         },
     )
-    trajectory, _, _ = play(Talk(returns(outcome._replace(done=np.bool_(False))), returns(outcome)))
+    trajectory, _, _ = run_episode(
+        Talk(returns(outcome._replace(done=np.bool_(False))), returns(outcome))
+    )
     assert trajectory.stop_reason == "done" and trajectory.reward == 1.0
     assert trajectory.env_metrics == {"success": True, "n": 3, "x": 0.25, "zero_d": 4, "list": [1]}
     assert trajectory.steps[1].state == 7 and type(trajectory.steps[1].state) is int
@@ -464,15 +475,15 @@ def test_c10_numpys_numbers_are_numbers():
 
 @pytest.mark.parametrize("state", [2**63 - 1, -(2**63), 0, True])
 def test_c10_states_of_64_bits_are_kept(state):
-    trajectory, _, _ = play(Talk(returns(Outcome(state=state))))
+    trajectory, _, _ = run_episode(Talk(returns(Outcome(state=state))))
     assert trajectory.stop_reason == "done" and trajectory.steps[1].state == state
 
 
 @pytest.mark.parametrize("method", ["start", "step", "close"])
-def test_c10_a_method_without_async_is_told_what_to_write(method):
+def test_c10_the_error_for_a_method_without_async_shows_its_signature(method):
     env = Talk()
     setattr(env, method, lambda *_: [])
-    trajectory, _, _ = play(env)
+    trajectory, _, _ = run_episode(env)
     written = {"start": "start(self)", "step": "step(self, text, ids)", "close": "close(self)"}[
         method
     ]
@@ -481,14 +492,14 @@ def test_c10_a_method_without_async_is_told_what_to_write(method):
     assert trajectory.stop_reason == ("done" if method == "close" else "env_error")
 
 
-# ---------------------------------------------------------------- C11: environments that hold others up
+# ---------------------------------------------------------------- C11: blocking environments
 
 
-def test_c11_an_observation_above_the_limit_is_an_error_and_is_not_cut():
+def test_c11_an_observation_above_the_limit_is_an_error():
     limits = Limits(8, 200, 40, 5.0, max_observation_chars=1004)
-    at_limit, _, _ = play(Talk("x" * 1000), limits=limits)  # `user` counts
-    above, _, _ = play(Talk("x" * 1001), limits=limits)
-    first, _, _ = play(Talk(question="x" * 1001), limits=limits)
+    at_limit, _, _ = run_episode(Talk("x" * 1000), limits=limits)  # `user` counts
+    above, _, _ = run_episode(Talk("x" * 1001), limits=limits)
+    first, _, _ = run_episode(Talk(question="x" * 1001), limits=limits)
     assert at_limit.stop_reason == "context"
     for trajectory in (above, first):
         assert trajectory.stop_reason == "env_error"
@@ -496,7 +507,7 @@ def test_c11_an_observation_above_the_limit_is_an_error_and_is_not_cut():
         assert trajectory.env_metrics["error"] == error
 
 
-async def ignores_its_end():
+async def ignores_cancellation():
     while True:
         try:
             await asyncio.sleep(60)
@@ -505,34 +516,35 @@ async def ignores_its_end():
 
 
 @pytest.fixture
-def impatient(monkeypatch):
+def short_timeouts(monkeypatch):
     monkeypatch.setattr("megastep.rollout.agent.CLOSE_TIMEOUT_S", 0.1)
     monkeypatch.setattr("megastep.rollout.agent.CANCEL_TIMEOUT_S", 0.1)
 
 
-def test_c11_an_environment_that_swallows_its_cancellation_is_left_behind(impatient, capsys):
-    """`asyncio.run` would wait for its task for ever."""
+def test_c11_an_environment_that_swallows_its_cancellation_is_abandoned(short_timeouts, capsys):
+    """`asyncio.run` would wait for its task forever."""
     begin = time.monotonic()
-    trajectory, _, _ = play(Talk("one", ignores_its_end), limits=Limits(8, 200, 40, 0.05))
+    env = Talk("one", ignores_cancellation)
+    trajectory, _, _ = run_episode(env, limits=Limits(8, 200, 40, 0.05))
     assert time.monotonic() - begin < 5
     assert trajectory.stop_reason == "env_timeout" and len(trajectory.steps) == 2
-    assert trajectory.env_metrics["error"] == "it went on after it was cancelled"
+    assert trajectory.env_metrics["error"] == "it ignored its cancellation"
     assert (
-        "warning: environment Talk: went on after it was cancelled, and is left behind"
+        "warning: environment Talk: ignored its cancellation and is abandoned"
         in capsys.readouterr().err
     )
 
 
-def test_c11_one_that_never_closes_keeps_its_trajectory(impatient, capsys):
+def test_c11_an_environment_that_never_closes_keeps_its_trajectory(short_timeouts, capsys):
     env = Talk()
-    env.close = ignores_its_end
-    trajectory, _, _ = play(env)
+    env.close = ignores_cancellation
+    trajectory, _, _ = run_episode(env)
     assert trajectory.stop_reason == "done" and trajectory.reward == 1
-    assert "environment Talk: went on after it was cancelled" in capsys.readouterr().err
+    assert "environment Talk: ignored its cancellation" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("swallows", ["for ever", "once"])
-def test_c11_cancelling_an_episode_ends_although_its_environment_does_not(swallows, impatient):
+@pytest.mark.parametrize("swallows", ["always", "once"])
+def test_c11_a_cancelled_episode_ends_even_if_its_environment_does_not(swallows, short_timeouts):
     async def once():
         try:
             await asyncio.sleep(60)
@@ -541,11 +553,11 @@ def test_c11_cancelling_an_episode_ends_although_its_environment_does_not(swallo
 
     async def run():
         renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
-        script = chats.Script(renderer, [THINKING])
-        env = Talk(ignores_its_end if swallows == "for ever" else once, "two", "three")
+        script = chats.ScriptedEngine(renderer, [THINKING])
+        env = Talk(ignores_cancellation if swallows == "always" else once, "two", "three")
         agent = Agent(script, renderer, LIMITS, Sampling(max_tokens=0))
-        episode = asyncio.create_task(agent.play(lambda: env, 0, 0, "0/0"))
-        while not env.heard:
+        episode = asyncio.create_task(agent.run_episode(lambda: env, 0, 0, "0/0"))
+        while not env.turns:
             await asyncio.sleep(0.001)
         episode.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -553,12 +565,11 @@ def test_c11_cancelling_an_episode_ends_although_its_environment_does_not(swallo
         return len(script.calls)
 
     begin = time.monotonic()
-    assert asyncio.run(run()) == 1  # it goes no further
+    assert asyncio.run(run()) == 1  # no second model call
     assert time.monotonic() - begin < 5
 
 
-def test_c11_an_episode_that_is_late_can_be_cancelled(monkeypatch):
-    """Between its time limit and its end, too, its environment is closed."""
+def test_c11_cancelling_an_episode_after_its_timeout_closes_the_environment(monkeypatch):
     monkeypatch.setattr("megastep.rollout.agent.CLOSE_TIMEOUT_S", 20.0)
     is_late = asyncio.Event()
 
@@ -578,8 +589,10 @@ def test_c11_an_episode_that_is_late_can_be_cancelled(monkeypatch):
         renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
         env = SlowToClose(slow_to_end)
         limits = Limits(8, 200, 40, env_timeout_s=0.05)
-        agent = Agent(chats.Script(renderer, [THINKING]), renderer, limits, Sampling(max_tokens=0))
-        episode = asyncio.create_task(agent.play(lambda: env, 0, 0, "0/0"))
+        agent = Agent(
+            chats.ScriptedEngine(renderer, [THINKING]), renderer, limits, Sampling(max_tokens=0)
+        )
+        episode = asyncio.create_task(agent.run_episode(lambda: env, 0, 0, "0/0"))
         await is_late.wait()
         episode.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -589,20 +602,20 @@ def test_c11_an_episode_that_is_late_can_be_cancelled(monkeypatch):
     assert asyncio.run(run()) == (1, 1)
 
 
-def test_c11_an_environment_that_cancels_itself_marks_its_trajectory():
+def test_c11_an_environment_that_cancels_its_task_fails_its_trajectory():
     async def cancels():
         asyncio.current_task().cancel()
         await asyncio.sleep(1)
 
-    trajectory, _, _ = play(Talk("one", cancels))
+    trajectory, _, _ = run_episode(Talk("one", cancels))
     assert (
         trajectory.stop_reason == "env_error"
         and trajectory.env_metrics["error"] == "it cancelled its own task"
     )
 
 
-def test_c11_one_task_calls_an_environment_from_its_start_to_its_end():
-    """What is opened in start() may be closed in close(): cancel scopes belong to a task."""
+def test_c11_one_task_makes_all_calls_of_an_environment():
+    """A cancel scope opened in start() can be closed in close() by the same task only."""
     tasks = []
 
     class Scoped(Talk):
@@ -617,11 +630,11 @@ def test_c11_one_task_calls_an_environment_from_its_start_to_its_end():
         async def close(self):
             tasks.append(asyncio.current_task())
 
-    play(Scoped("one"))
+    run_episode(Scoped("one"))
     assert len(tasks) == 4 and len(set(tasks)) == 1
 
 
-def test_c11_who_blocks_the_event_loop_is_named(capsys):
+def test_c11_a_warning_names_the_method_that_blocks_the_event_loop(capsys):
     async def sleeps():
         await asyncio.sleep(0.01)
         time.sleep(0.6)
@@ -631,13 +644,13 @@ def test_c11_who_blocks_the_event_loop_is_named(capsys):
         await asyncio.sleep(0.6)
         return Outcome([{"role": "user", "content": "on"}])
 
-    patient, _, _ = play(Talk(waits))
+    patient, _, _ = run_episode(Talk(waits))
     assert patient.env_metrics == {"success": True} and capsys.readouterr().err == ""
-    trajectory, _, _ = play(Talk(sleeps, sleeps))
+    trajectory, _, _ = run_episode(Talk(sleeps, sleeps))
     assert 1.2 <= trajectory.env_metrics["event_loop_blocked_s"] < 30
     (line,) = capsys.readouterr().err.splitlines()  # once
     found = re.match(
-        r"warning: environment Talk: step\(\) held the event loop for (\S+) s at a stretch, and",
+        r"warning: environment Talk: step\(\) blocked the event loop for (\S+) s, and",
         line,
     )
     assert found and float(found[1]) >= 0.6
@@ -645,16 +658,16 @@ def test_c11_who_blocks_the_event_loop_is_named(capsys):
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """What the watching thread says, as it says it; it looks often here."""
-    monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(watch, "OPEN_S", (0.2, 0.6))
-    said = []
-    monkeypatch.setattr(watch, "warn", said.append)
-    return said
+    """The warnings of the watch thread, which checks every 10 ms here."""
+    monkeypatch.setattr(watch, "CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(watch, "WARN_AFTER_S", (0.2, 0.6))
+    lines = []
+    monkeypatch.setattr(watch, "warn", lines.append)
+    return lines
 
 
 def blocks_until(condition) -> None:
-    """Holds the event loop, computing; at most 30 s."""
+    """Busy-waits in the event loop, at most 30 s."""
     deadline = time.monotonic() + 30
     while not condition() and time.monotonic() < deadline:
         pass
@@ -670,9 +683,7 @@ def blocks_until(condition) -> None:
         ("template", "environment Stuck: the chat template, on its messages, has"),
     ],
 )
-def test_c11_a_stretch_that_does_not_end_is_told_of_while_it_lasts(
-    where, who, warnings, monkeypatch
-):
+def test_c11_a_blocked_interval_is_reported_while_it_lasts(where, who, warnings, monkeypatch):
     at = []
 
     def stuck(here: str) -> None:
@@ -703,46 +714,47 @@ def test_c11_a_stretch_that_does_not_end_is_told_of_while_it_lasts(
         renderer, "history", lambda messages: stuck("template") or history(messages)
     )
     agent = Agent(
-        chats.Script(renderer, [THINKING]),
+        chats.ScriptedEngine(renderer, [THINKING]),
         renderer,
         Limits(8, 200, 40, 60.0),
         Sampling(max_tokens=0),
     )
-    asyncio.run(agent.play(Stuck, 0, 0, "0/0"))
+    asyncio.run(agent.run_episode(Stuck, 0, 0, "0/0"))
     ((first, again),) = at
-    assert first.startswith(f"{who} held the event loop for ") and again.startswith(who)
-    assert warnings[2:] == [] or "at a stretch" in warnings[2]  # what is said once it has ended
+    assert first.startswith(f"{who} blocked the event loop for ") and again.startswith(who)
+    # Possibly a third one, by LoopWatch, after the interval has ended.
+    assert warnings[2:] == [] or "every other episode waited" in warnings[2]
 
 
-def test_c11_what_awaits_is_not_told_of(warnings):
+def test_c11_awaiting_is_not_reported(warnings):
     async def waits():
         await asyncio.sleep(1.0)
         return Outcome([{"role": "user", "content": "on"}])
 
-    play(Talk(waits))
-    assert not any("step()" in line for line in warnings) and not watch._open
+    run_episode(Talk(waits))
+    assert not any("step()" in line for line in warnings) and not watch._current
 
 
-def test_c11_many_short_blocks_are_noticed_too(capsys, monkeypatch):
+def test_c11_many_short_blocked_intervals_are_reported(capsys, monkeypatch):
     monkeypatch.setattr("megastep.rollout.watch.WINDOW_S", 0.2)
 
     async def sleeps():
         time.sleep(0.1)
         return Outcome([{"role": "user", "content": "on"}])
 
-    play(Talk(sleeps, sleeps, sleeps, sleeps))
-    assert "warning: environment Talk: held the event loop for 0." in capsys.readouterr().err
+    run_episode(Talk(sleeps, sleeps, sleeps, sleeps))
+    assert "warning: environment Talk: blocked the event loop for 0." in capsys.readouterr().err
 
 
-def test_an_observation_that_the_template_refuses():
-    trajectory, _, _ = play(
+def test_an_observation_that_the_template_rejects():
+    trajectory, _, _ = run_episode(
         Talk(returns(Outcome([{"role": "tool", "content": "1"}]))),
         kind="gpt_oss",
         replies=["<|channel|>final<|message|>ab<|return|>"],
     )
     assert (
         trajectory.stop_reason == "env_error"
-        and "refuses messages" in trajectory.env_metrics["error"]
+        and "rejects messages" in trajectory.env_metrics["error"]
     )
 
 
@@ -754,22 +766,22 @@ def test_an_environment_that_cannot_close_keeps_its_trajectory(error):
         async def close(self):
             raise error
 
-    trajectory, _, _ = play(Sticky())
+    trajectory, _, _ = run_episode(Sticky())
     assert (
         trajectory.stop_reason == "done"
         and trajectory.env_metrics["error"] == f"close: {type(error).__name__}: busy"
     )
 
 
-def test_an_engine_that_fails_marks_its_trajectory():
-    trajectory, _, _ = play(Talk("one"), [THINKING, RuntimeError("engine 0 died")])
+def test_a_failing_engine_fails_the_trajectory():
+    trajectory, _, _ = run_episode(Talk("one"), [THINKING, RuntimeError("engine 0 died")])
     assert trajectory.stop_reason == "engine_error" and len(trajectory.steps) == 1
     assert (
         trajectory.steps[0].finish == "error" and "engine 0 died" in trajectory.env_metrics["error"]
     )
 
 
-def test_an_aborted_call_keeps_what_was_sampled():
+def test_an_aborted_call_keeps_its_sampled_tokens():
     renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
 
     async def abort(prompt_ids, sampling, *, session, **_):
@@ -779,8 +791,8 @@ def test_an_aborted_call_keeps_what_was_sampled():
 
     agent = Agent(abort, renderer, LIMITS, Sampling(max_tokens=0))
     env = Talk("one")
-    trajectory = asyncio.run(agent.play(lambda: env, 0, 0, "0/0"))
-    assert trajectory.stop_reason == "abort" and env.heard == [] and env.closed == 1
+    trajectory = asyncio.run(agent.run_episode(lambda: env, 0, 0, "0/0"))
+    assert trajectory.stop_reason == "abort" and env.turns == [] and env.closed == 1
     assert (
         trajectory.steps[0].response_ids.tolist() == [1] and trajectory.steps[0].finish == "abort"
     )
@@ -789,15 +801,15 @@ def test_an_aborted_call_keeps_what_was_sampled():
 # ---------------------------------------------------------------- sampling
 
 
-def test_what_the_engine_is_asked_for():
-    _, script, renderer = play(Talk("one"))
+def test_sampling_parameters_of_each_call():
+    _, script, renderer = run_episode(Talk("one"))
     for turn, (_, sampling, _, _) in enumerate(script.calls):
         assert sampling.max_tokens == LIMITS.max_response_tokens - 1
         assert sampling.stop_token_ids == renderer.stop_ids
         assert sampling.seed == call_seed(7, 4, 2, turn)
 
 
-def test_seeds_tell_every_call_from_every_other():
+def test_every_call_has_a_distinct_seed():
     seeds = {call_seed(*key) for key in np.ndindex(3, 3, 3, 3)}
     assert len(seeds) == 81 and all(0 <= s < 2**62 for s in seeds)
     assert call_seed(1, 2, 3, 4) == call_seed(1, 2, 3, 4)

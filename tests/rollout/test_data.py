@@ -1,4 +1,4 @@
-"""Data sets: rows from files or the environment, bad ones by line, an order that can be resumed."""
+"""Data sets: sources, invalid rows reported by line, a resumable order."""
 
 import json
 
@@ -16,7 +16,7 @@ from megastep.rollout.data import PromptStream, load_data, read_rows
 ROWS = [{"secret": i, "note": "x"} for i in range(10)]
 
 
-def refused(source, env=Guess) -> list[str]:
+def problems_of(source, env=Guess) -> list[str]:
     with pytest.raises(DataError) as error:
         read_rows(str(source), env, 0, 0)
     return error.value.problems
@@ -41,11 +41,12 @@ def test_jsonl_parquet_and_hf_datasets_give_the_same_rows(tmp_path):
     for source in ("{}/a.jsonl", "{}/a.parquet", "hf:{}/plain", "hf:{}/split"):
         assert read_rows(source.format(tmp_path), Guess, 0, 0) == ROWS
     assert read_rows(f"hf:{tmp_path}/split:test", Guess, 0, 0) == ROWS[:3]
-    assert refused(f"hf:{tmp_path}/split:dev") == [
-        f"hf:{tmp_path}/split:dev: has no split dev; write hf:{tmp_path}/split:SPLIT with one of train, test"
+    assert problems_of(f"hf:{tmp_path}/split:dev") == [
+        f"hf:{tmp_path}/split:dev: has no split dev; "
+        f"write hf:{tmp_path}/split:SPLIT with one of train, test"
     ]
     plain = f"hf:{tmp_path}/plain"
-    assert refused(f"{plain}:train") == [f"{plain}:train: has no splits; write {plain}"]
+    assert problems_of(f"{plain}:train") == [f"{plain}:train: has no splits; write {plain}"]
 
 
 def test_generated_rows_follow_from_the_seed():
@@ -56,12 +57,12 @@ def test_generated_rows_follow_from_the_seed():
         read_rows("generated", SQL, 5, 3)
 
 
-def test_bad_rows_are_reported_by_line(tmp_path):
+def test_invalid_rows_are_reported_by_line(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text(
         '{"secret": 1}\n\n{"secret": "two"}\nnonsense\n[1]\n{"other": 3}\n{"secret": true}\n'
     )
-    assert refused(path) == [
+    assert problems_of(path) == [
         f"{path}:3: column secret is 'two'; int is needed",
         f"{path}:4: not readable as JSON (Expecting value: line 1 column 1 (char 0))",
         f"{path}:5: holds a list; an object with columns is needed",
@@ -69,24 +70,28 @@ def test_bad_rows_are_reported_by_line(tmp_path):
         f"{path}:7: column secret is 'True'; int is needed",
     ]
     jsonl(path, [{"other": 1}] * 9)
-    assert len(refused(path)) == 6 and refused(path)[-1] == f"{path}: 4 more rows like these"
+    assert (
+        len(problems_of(path)) == 6 and problems_of(path)[-1] == f"{path}: 4 more rows like these"
+    )
     table = tmp_path / "bad.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"secret": 1}, {"secret": None}]), table)
-    assert refused(table) == [f"{table}: row 2: column secret is missing; Guess needs secret (int)"]
+    assert problems_of(table) == [
+        f"{table}: row 2: column secret is missing; Guess needs secret (int)"
+    ]
 
 
-def test_sources_that_are_none(tmp_path):
+def test_missing_and_empty_sources(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "not.parquet").write_text("text")
-    assert refused(tmp_path / "empty.jsonl") == [f"{tmp_path}/empty.jsonl: has no rows"]
-    assert refused(tmp_path / "none.jsonl") == [
+    assert problems_of(tmp_path / "empty.jsonl") == [f"{tmp_path}/empty.jsonl: has no rows"]
+    assert problems_of(tmp_path / "none.jsonl") == [
         f"{tmp_path}/none.jsonl: cannot be read (No such file or directory)"
     ]
-    assert refused(tmp_path / "not.parquet")[0].startswith(
+    assert problems_of(tmp_path / "not.parquet")[0].startswith(
         f"{tmp_path}/not.parquet: cannot be read as Parquet ("
     )
     needed = "FILE.jsonl, FILE.parquet, hf:PLACE or generated is needed"
-    assert refused("rows.csv") == [f"rows.csv: not a data set; {needed}"]
+    assert problems_of("rows.csv") == [f"rows.csv: not a data set; {needed}"]
 
 
 def test_held_out_rows_are_never_trained_on(tmp_path):
@@ -103,9 +108,9 @@ def test_held_out_rows_are_never_trained_on(tmp_path):
         load_data(DataConfig(train=config.train, held_out=10), Guess, seed=1)
 
 
-def test_x6_a_stream_goes_on_where_it_stopped():
+def test_x6_a_stream_resumes_at_its_position():
     whole = PromptStream(ROWS, seed=5).take(34)
-    assert len({p.id for p in whole}) == 34  # over epochs too
+    assert len({p.id for p in whole}) == 34  # across epochs
     assert sorted(p.row["secret"] for p in whole[10:20]) == list(range(10))
     assert [p.row for p in whole[:10]] != [p.row for p in whole[10:20]] != ROWS
     for stop in (0, 4, 10, 13, 20):
@@ -125,7 +130,7 @@ def test_x6_a_stream_goes_on_where_it_stopped():
         (PromptStream(ROWS, seed=5, shuffle=False), "shuffle 1, not 0"),
     ],
 )
-def test_x6_a_stream_does_not_go_on_among_other_rows(other, message):
+def test_x6_a_stream_does_not_resume_in_other_rows(other, message):
     stream = PromptStream(ROWS, seed=5)
     stream.take(7)
     with pytest.raises(

@@ -1,6 +1,6 @@
-"""S5 to S10 and S17 on the real thing: `megastep rollout` and `megastep eval` with Ray, vLLM and SQLite.
+"""S5 to S10 and S17: `megastep rollout` and `megastep eval` with Ray, vLLM and SQLite.
 
-`rollout` runs in tokens mode on two engines, one of which is killed in the middle; `eval` in chat mode on one.
+`rollout` runs in tokens mode on two engines, one of which is killed; `eval` in chat mode on one.
 """
 
 import json
@@ -19,7 +19,7 @@ from megastep.envs import sql_data
 from megastep.rollout.renderer import Renderer
 from megastep.samples import store
 from tests.processes import alive, descendants
-from tests.rollout.speaker import GOLD, RAMBLING, Speaker
+from tests.rollout.markov_model import GOLD, RAMBLING, MarkovModel
 
 QUESTION = "Which products cost more than 20?"
 LIMITS = {
@@ -27,7 +27,8 @@ LIMITS = {
     "rollout.max_turns": 6,
     "rollout.max_prompt_tokens": 740,
 }
-PROMPTS, SAMPLES = {"tokens": 20, "chat": 2}, 12
+PROMPTS = {"tokens": 20, "chat": 2}
+SAMPLES = 12
 SETTINGS = {
     **LIMITS,
     "data.held_out": 2,
@@ -49,16 +50,16 @@ def task(tmp_path_factory):
     sql_data.write(folder / "data", databases=2, questions=2, seed=0)
     row = {"question": QUESTION, "database": "shop_0.sqlite", "sql": GOLD}
     (folder / "rows.jsonl").write_text((json.dumps(row) + "\n") * 6)
-    speaker = Speaker(folder / "model")
-    (folder / "config.yaml").write_text(f"model: {{path: {speaker.folder}}}\n")
+    model = MarkovModel(folder / "model")
+    (folder / "config.yaml").write_text(f"model: {{path: {model.folder}}}\n")
     given = [f"{key}={value}" for key, value in SETTINGS.items()]
     given += [f"data.train={folder}/rows.jsonl", f"env.options.databases={folder}/data/databases"]
-    return folder, speaker, [f"{folder}/config.yaml", *given, f"run.dir={folder}/runs"]
+    return folder, model, [f"{folder}/config.yaml", *given, f"run.dir={folder}/runs"]
 
 
 @pytest.fixture(scope="module")
 def tokens(task):
-    """What `megastep rollout` wrote and said, with an engine killed on the way."""
+    """The file and the output of `megastep rollout`, with an engine killed during it."""
     folder, _, arguments = task
     out = folder / "out.safetensors"
     command = [
@@ -72,41 +73,46 @@ def tokens(task):
     process = _begin(command, folder / "tokens")
     try:
         ended = _kill_an_engine(process, folder / "tokens.err")
-        said = _finish(process, folder / "tokens")
+        printed = _finish(process, folder / "tokens")
     finally:
         process.kill()
     assert 0 < ended < PROMPTS["tokens"] * SAMPLES, (
         f"the engine was killed after {ended} trajectories"
     )
-    return out, said
+    return out, printed
 
 
 @pytest.fixture(scope="module")
 def chat(task):
-    """What `megastep eval` wrote and said."""
+    """The file and the output of `megastep eval`."""
     folder, _, arguments = task
     process = _begin(["eval", *arguments, "rollout.mode=chat"], folder / "chat")
     try:
-        said = _finish(process, folder / "chat")
+        printed = _finish(process, folder / "chat")
     finally:
         process.kill()
     (out,) = folder.glob("runs/config-eval-*/rollouts.safetensors")
-    return out, said
+    return out, printed
 
 
-# The command, but with a line of progress in its log as soon as there is any.
-OFTEN = "import sys; from megastep import cli, console; console.LOG_EVERY_S = 0.1; sys.exit(cli.main(sys.argv[1:]))"
+# The command, with a line of progress every 0.1 s.
+COMMAND = """
+import sys
+from megastep import cli, console
+console.LOG_EVERY_S = 0.1
+sys.exit(cli.main(sys.argv[1:]))
+"""
 
 
 def _begin(arguments: list[str], name: Path) -> subprocess.Popen:
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     with open(f"{name}.out", "w") as output, open(f"{name}.err", "w") as errors:
-        command = [sys.executable, "-c", OFTEN, *arguments]
+        command = [sys.executable, "-c", COMMAND, *arguments]
         return subprocess.Popen(command, stdout=output, stderr=errors, env=environment)
 
 
 def _kill_an_engine(process: subprocess.Popen, progress: Path) -> int:
-    """Once some trajectories have ended; returns how many."""
+    """After 10 trajectories or more; returns how many."""
     deadline = time.monotonic() + 400
     while time.monotonic() < deadline and process.poll() is None:
         ended = [int(n) for n in re.findall(r"(\d+)/\d+ \[", progress.read_text())]
@@ -121,38 +127,39 @@ def _kill_an_engine(process: subprocess.Popen, progress: Path) -> int:
 
 def _finish(process: subprocess.Popen, name: Path) -> tuple[str, str]:
     process.wait(400)
-    output, errors = Path(f"{name}.out").read_text(), Path(f"{name}.err").read_text()
+    output = Path(f"{name}.out").read_text()
+    errors = Path(f"{name}.err").read_text()
     assert process.returncode == 0, errors[-3000:]
     return output, errors
 
 
 @pytest.fixture(params=["tokens", "chat"], scope="module")
-def played(request, task):
-    """(mode, speaker, renderer, trajectories) of each command."""
-    speaker = task[1]
+def collected(request, task):
+    """(mode, model, renderer, trajectories) of each command."""
+    model = task[1]
     out, _ = request.getfixturevalue(request.param)
     groups = store.read(out)
     assert len(groups) == PROMPTS[request.param] and all(
         len(g.trajectories) == SAMPLES for g in groups
     )
-    renderer = Renderer.for_model(speaker.folder, request.param)
-    return request.param, speaker, renderer, [t for g in groups for t in g.trajectories]
+    renderer = Renderer.for_model(model.folder, request.param)
+    return request.param, model, renderer, [t for g in groups for t in g.trajectories]
 
 
-def test_no_trajectory_is_lost_or_failed(played):
-    _, _, _, trajectories = played
+def test_no_trajectory_is_lost_or_failed(collected):
+    _, _, _, trajectories = collected
     assert {t.stop_reason for t in trajectories} <= {"done", "max_turns", "context"}
 
 
-def test_s6_prompts_hold_what_was_sampled_or_what_the_template_makes_of_it(played):
-    mode, _, renderer, trajectories = played
+def test_s6_prompts_hold_the_sampled_tokens_or_the_rendered_messages(collected):
+    mode, _, renderer, trajectories = collected
     assert max(len(t.steps) for t in trajectories) >= 3
     for trajectory in trajectories:
         messages = [{"role": "user", "content": _first_message(renderer, trajectory)}]
         for before, after in zip(trajectory.steps, trajectory.steps[1:]):
             if mode == "tokens":
-                said = np.concatenate([before.prompt_ids, before.response_ids])
-                assert after.prompt_ids[: len(said)].tolist() == said.tolist()
+                sequence = np.concatenate([before.prompt_ids, before.response_ids])
+                assert after.prompt_ids[: len(sequence)].tolist() == sequence.tolist()
             else:
                 messages += [renderer.message(before.response_ids), _observed(renderer, after)]
                 assert after.prompt_ids.tolist() == renderer.prompt_ids(messages).tolist()
@@ -165,25 +172,22 @@ def _first_message(renderer, trajectory) -> str:
 
 
 def _observed(renderer, step) -> dict[str, str]:
-    text = (
-        renderer.tokenizer.decode(step.prompt_ids)
-        .split("<|im_start|>user\n")[-1]
-        .split("<|im_end|>")[0]
-    )
-    return {"role": "user", "content": text}
+    text = renderer.tokenizer.decode(step.prompt_ids)
+    last_turn = text.split("<|im_start|>user\n")[-1]
+    return {"role": "user", "content": last_turn.split("<|im_end|>")[0]}
 
 
-def test_s6_tokens_and_logprobs_are_those_of_the_model(played):
-    _, speaker, _, trajectories = played
+def test_s6_tokens_and_logprobs_are_those_of_the_model(collected):
+    _, model, _, trajectories = collected
     for step in (s for t in trajectories for s in t.steps):
         sampled = step.response_ids[step.loss_mask].tolist()
         chain = [int(step.prompt_ids[-1]), *sampled]
-        expected = [speaker.logprob(a, b) for a, b in zip(chain, chain[1:])]
+        expected = [model.logprob(a, b) for a, b in zip(chain, chain[1:])]
         assert step.logprobs[step.loss_mask] == pytest.approx(expected, abs=1e-4)
 
 
-def test_s7_no_step_is_too_long(played):
-    _, _, _, trajectories = played
+def test_s7_no_step_is_too_long(collected):
+    _, _, _, trajectories = collected
     assert any(t.stop_reason == "context" for t in trajectories)
     for trajectory in trajectories:
         for step in trajectory.steps:
@@ -193,20 +197,20 @@ def test_s7_no_step_is_too_long(played):
             assert trajectory.steps and trajectory.steps[-1].finish == "context"
 
 
-def test_s8_what_was_cut_off_is_closed_and_not_trained(played):
-    _, speaker, renderer, trajectories = played
-    cut_off = [s for t in trajectories for s in t.steps if not s.loss_mask.all()]
-    assert cut_off
-    for step in cut_off:
-        assert step.response_ids.tolist() == [speaker.ids[RAMBLING]] * 11 + [renderer.end_id]
+def test_s8_truncated_responses_are_closed_outside_the_loss_mask(collected):
+    _, model, renderer, trajectories = collected
+    truncated = [s for t in trajectories for s in t.steps if not s.loss_mask.all()]
+    assert truncated
+    for step in truncated:
+        assert step.response_ids.tolist() == [model.ids[RAMBLING]] * 11 + [renderer.end_id]
         assert step.loss_mask.tolist() == [True] * 11 + [False] and step.logprobs[-1] == 0
         assert step.finish in ("length", "context")
     for step in (s for t in trajectories for s in t.steps):
         assert step.response_ids[-1] == renderer.end_id
 
 
-def test_s9_observations_are_in_prompts_only(played):
-    _, _, renderer, trajectories = played
+def test_s9_observations_are_in_prompts_only(collected):
+    _, _, renderer, trajectories = collected
     answers = {
         "SELECT colour FROM product": "no such column: colour",
         "DELETE FROM product": "not authorized",
@@ -214,36 +218,34 @@ def test_s9_observations_are_in_prompts_only(played):
     seen = set()
     for trajectory in trajectories:
         for before, after in zip(trajectory.steps, trajectory.steps[1:]):
-            said = renderer.text(before.response_ids)
-            assert "error" not in said
+            response = renderer.text(before.response_ids)
+            assert "error" not in response
             for query, answer in answers.items():
-                if query in said:
+                if query in response:
                     assert answer in _observed(renderer, after)["content"]
                     seen.add(query)
     assert seen == set(answers)
 
 
-def test_s10_experts_are_those_of_their_tokens(played):
-    mode, speaker, _, trajectories = played
+def test_s10_routing_is_that_of_the_tokens(collected):
+    mode, model, _, trajectories = collected
     for trajectory in trajectories:
         end = 0
         for step in trajectory.steps:
             tokens = np.concatenate([step.prompt_ids, step.response_ids])
             assert step.routing_end == len(step.prompt_ids) + int(step.loss_mask.sum()) - 1
             recorded = np.sort(step.routing, axis=-1)
-            assert (
-                recorded == speaker.experts[tokens[step.routing_start : step.routing_end]]
-            ).all()
-            assert (
-                step.routing_start == end
-                if mode == "tokens"
-                else (step.routing_start > 0) == (step.index > 0)
-            )
+            expected = model.routing[tokens[step.routing_start : step.routing_end]]
+            assert (recorded == expected).all()
+            if mode == "tokens":
+                assert step.routing_start == end
+            else:
+                assert (step.routing_start > 0) == (step.index > 0)
             end = step.routing_end
 
 
-def test_s17_rewards_are_what_the_database_says(played):
-    _, _, renderer, trajectories = played
+def test_s17_rewards_follow_from_the_database(collected):
+    _, _, renderer, trajectories = collected
     solved = [t for t in trajectories if GOLD in renderer.text(t.steps[-1].response_ids)]
     assert solved and len(solved) < len(trajectories)
     for trajectory in trajectories:
@@ -252,7 +254,7 @@ def test_s17_rewards_are_what_the_database_says(played):
         assert all(step.reward == 0 for step in trajectory.steps[:-1])
 
 
-def test_s5_what_the_commands_say(tokens, chat):
+def test_s5_output_of_the_commands(tokens, chat):
     out, (output, progress) = chat
     metrics = json.loads((out.parent / "metrics.json").read_text())
     successes = [t.reward for g in store.read(out) for t in g.trajectories]
@@ -295,7 +297,7 @@ def test_s5_what_the_commands_say(tokens, chat):
         (["eval", "run.name=mistyped"], "error: run.name = mistyped: there is no checkpoint in"),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_was_started(
+def test_an_error_is_one_line_before_anything_starts(
     arguments, message, capsys, monkeypatch, tmp_path
 ):
     from megastep import cli

@@ -1,5 +1,5 @@
-"""What vLLM is given: every key of `engine`, and those of other sections that an engine needs. vLLM itself is not
-started; tests/rollout/test_end_to_end.py does."""
+"""Arguments of vLLM: every key of `engine` and of other sections that an engine needs. vLLM itself
+runs in tests/rollout/test_end_to_end.py."""
 
 import os
 import sys
@@ -44,8 +44,9 @@ def test_keys_reach_vllm(given, name, value):
     assert arguments(given)[name] == value
 
 
-def test_what_follows_from_the_place_of_an_engine():
-    here, there = arguments(), arguments("cluster.colocate=true", setup=ON_GPU)
+def test_arguments_that_depend_on_the_placement():
+    here = arguments()
+    there = arguments("cluster.colocate=true", setup=ON_GPU)
     assert here["weight_transfer_config"] == {"backend": "megastep_shm"}
     assert there["weight_transfer_config"] == {"backend": "megastep_ipc"}
     assert (here["load_format"], there["load_format"]) == ("dummy", "auto")
@@ -54,7 +55,7 @@ def test_what_follows_from_the_place_of_an_engine():
     assert here["enable_return_routed_experts"] and here["logprobs_mode"] == "processed_logprobs"
 
 
-def test_memory_of_the_cache_on_a_cpu():
+def test_kv_cache_memory_on_a_cpu():
     config = load(CHASE, ["engine.cpu_kv_gb=7"])
     assert _environment(config, ON_CPU)["VLLM_CPU_KVCACHE_SPACE"] == "7"
     shared = _environment(config, ON_GPU)
@@ -63,8 +64,9 @@ def test_memory_of_the_cache_on_a_cpu():
 
 
 def test_sampling_reaches_vllm(monkeypatch):
-    """rollout.temperature, top_p and top_k, which `tests/rollout/test_task.py` follows to here."""
-    vllm, params = ModuleType("vllm"), ModuleType("vllm.sampling_params")
+    """tests/rollout/test_task.py: from rollout.temperature, top_p and top_k to `Sampling`."""
+    vllm = ModuleType("vllm")
+    params = ModuleType("vllm.sampling_params")
     vllm.SamplingParams = SimpleNamespace
     params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")
     monkeypatch.setitem(sys.modules, "vllm", vllm)

@@ -1,4 +1,4 @@
-"""Environments are found by name, and told what they were not given."""
+"""Environments are loaded by name; their class and options are checked."""
 
 import asyncio
 import functools
@@ -127,13 +127,13 @@ async def with_default(self, text, ids, more=None):
         ({"columns": {"question": "str"}}, "Made.columns is .*; write {name: type}"),
     ],
 )
-def test_c10_a_class_that_cannot_be_played_is_told_what_to_write(members, message, monkeypatch):
+def test_c10_the_error_for_an_invalid_class_shows_what_to_write(members, message, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "Made", made(**members), raising=False)
     with pytest.raises(EnvError, match=message):
         find_env(f"{__name__}:Made")
 
 
-def test_c10_methods_that_can_be_called_are_left_alone(monkeypatch):
+def test_c10_methods_with_defaults_or_wrappers_are_accepted(monkeypatch):
     def wrapped(method):
         @functools.wraps(method)
         def call(*arguments):
@@ -156,7 +156,7 @@ def test_c10_a_class_without_its_methods(monkeypatch):
         check_options(made("NoRow", __init__=lambda self: None), {})
 
 
-def test_e_own_modules_are_found_and_take_nobodys_place(tmp_path, monkeypatch):
+def test_e_own_modules_are_importable_and_shadow_none(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     source = "from tests.rollout.test_env import Echo\nclass Mine(Echo): pass\n"
     (tmp_path / "own_env_module.py").write_text(source)
@@ -182,7 +182,7 @@ def test_options():
         check_options(find_env("chase"), {"x": 1})
 
 
-def test_blocking_calls_run_beside_each_other():
+def test_blocking_calls_run_concurrently():
     async def run():
         begin = time.monotonic()
         answers = await asyncio.gather(
@@ -196,7 +196,7 @@ def test_blocking_calls_run_beside_each_other():
         asyncio.run(in_thread(lambda: 1 / 0))
 
 
-def test_a_call_that_never_returns_does_not_keep_the_program_from_ending():
+def test_a_call_that_never_returns_does_not_block_the_end_of_the_program():
     script = """
 import asyncio, time
 from megastep.rollout.env import in_thread

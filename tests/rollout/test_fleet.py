@@ -1,4 +1,4 @@
-"""D3, S10: many engines behind one `generate`: together by session, balanced, restarted, each call answered once."""
+"""D3, S10: a fleet of engines: session affinity, load balancing, restarts, one answer per call."""
 
 import asyncio
 import os
@@ -24,14 +24,13 @@ from tests.processes import alive, descendants, wait_for
 
 def test_run_lengths():
     assert run_lengths([[3, 0], [4, 5]], 8).tolist() == [[3, 5], [4, 3]]
-    assert run_lengths([[3, 0], [4, 0]], 8).tolist() == [
-        [4, 8]
-    ]  # began before the push, sampled after it
+    # Started before the weight sync, sampled after it.
+    assert run_lengths([[3, 0], [4, 0]], 8).tolist() == [[4, 8]]
     assert run_lengths([[3, 0]], 0).shape == (0, 2)
 
 
-def test_an_engine_that_ray_kills_for_want_of_memory_is_lost(monkeypatch):
-    """Ray raises something else then than for an actor that died."""
+def test_an_engine_that_ray_kills_for_memory_is_lost(monkeypatch):
+    """Ray's OutOfMemoryError is no RayActorError."""
 
     class Handle:
         def __getattr__(self, method):
@@ -53,8 +52,7 @@ def test_an_engine_that_ray_kills_for_want_of_memory_is_lost(monkeypatch):
         fleet.close()
 
 
-def test_an_engine_that_does_not_start_is_waited_for_as_long_as_the_config_says(monkeypatch):
-    """engine.start_timeout_s"""
+def test_start_timeout_s(monkeypatch):
 
     class Handle:
         def __getattr__(self, method):
@@ -83,16 +81,14 @@ def test_calls_of_a_session_stay_together(rollouts):
     prompts = some_tokens(8)
     placed = []
     for turn in range(3):
-        order = (
-            sessions if turn == 0 else sessions[turn:] + sessions[:turn]
-        )  # who asks first would go to engine 0
+        order = sessions[turn:] + sessions[:turn]  # without affinity the first goes to engine 0
         rollouts.ask(prompts, sessions=order)
         placed.append([rollouts.fleet._sessions[s].index for s in sessions])
     assert placed[0] == placed[1] == placed[2] and sorted(placed[0]) == [0] * 4 + [1] * 4
 
 
-def test_s10_experts_come_as_asked(rollouts):
-    """P + R - 1 tokens have experts; of a second turn only those that the first has not recorded."""
+def test_s10_routing_starts_at_routing_start(rollouts):
+    """P + R - 1 tokens have routing; a second turn records only what the first has not."""
     (first,) = rollouts.ask(some_tokens(1), sessions=["turns"])
     assert first.routing.shape == (16 + 12 - 1, 4, 2) and first.routing.dtype == np.uint8
     prompt = np.concatenate([some_tokens(1)[0].numpy(), first.ids, [1, 2, 3]])
@@ -105,12 +101,13 @@ def test_s10_experts_come_as_asked(rollouts):
 
 
 def test_a12_after_a_weight_sync_the_whole_context_is_recorded_again(rollouts, models, tmp_path):
-    """With the weights that an earlier call had, a call records what is new; with others, all, and so does one that
-    comes while the engines are paused for them."""
+    """With the weights of the earlier call only new tokens are recorded; with others all tokens,
+    also by a call that arrives while the engines are paused for the sync."""
     _policy(rollouts, models, tmp_path / "hf")
     (first,) = rollouts.ask(some_tokens(1), sessions=["synced"])
     prompt = np.concatenate([some_tokens(1)[0].numpy(), first.ids, [1, 2, 3]])
-    version, known = int(first.versions[0, 0]), len(first.routing)
+    version = int(first.versions[0, 0])
+    known = len(first.routing)
     earlier = dict(sessions=["synced"], routing_start=known, routing_version=version)
     (same,) = rollouts.ask([prompt], **earlier)
     assert same.versions[0, 0] == version and same.routing_start == known
@@ -125,14 +122,15 @@ def test_a12_after_a_weight_sync_the_whole_context_is_recorded_again(rollouts, m
     assert not answers
     rollouts.fleet.resume()
     thread.join()
-    (paused,), (after,) = answers, rollouts.ask([prompt], **earlier)
+    (paused,) = answers
+    (after,) = rollouts.ask([prompt], **earlier)
     for made in (paused, after):
         assert made.versions.tolist() == [[synced, 12]] and synced != version
         assert made.routing_start == 0 and len(made.routing) == len(prompt) + 12 - 1
     assert np.array_equal(paused.routing, after.routing)
 
 
-def test_logprobs_are_those_of_the_distribution_sampled_from(rollouts, models, tmp_path):
+def test_logprobs_are_those_of_the_sampling_distribution(rollouts, models, tmp_path):
     model = _policy(rollouts, models, tmp_path / "hf")
     prompts = some_tokens(2)
     for sampling in (
@@ -145,7 +143,8 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(rollouts, models, t
                 floor = logits.topk(sampling.top_k).values[:, -1:]
                 logits = logits.masked_fill(logits < floor, -torch.inf)
             assert np.isfinite(generation.logprobs).all()
-            np.testing.assert_allclose(generation.logprobs, _of(logits, generation.ids), atol=1e-3)
+            expected = _logprobs(logits, generation.ids)
+            np.testing.assert_allclose(generation.logprobs, expected, atol=1e-3)
 
 
 def test_a_seed_gives_the_same_tokens_on_any_engine(rollouts):
@@ -174,15 +173,15 @@ def test_a_stop_token_ends_the_response_and_is_its_last(rollouts):
     )
 
 
-def test_an_impossible_call_is_refused_in_one_line(rollouts):
-    with pytest.raises(EngineError, match="an engine refused a call: .*256") as error:
+def test_an_invalid_call_is_rejected_in_one_line(rollouts):
+    with pytest.raises(EngineError, match="an engine rejected a call: .*256") as error:
         rollouts.ask(some_tokens(1, length=300))
     assert "\n" not in str(error.value)
     rollouts.ask(some_tokens(1))
 
 
-def test_versions_of_calls_that_span_a_push(rollouts, models, tmp_path):
-    """Each token's logprob is that of the version it is said to come from: none is sampled from old keys."""
+def test_versions_of_calls_that_span_a_weight_sync(rollouts, models, tmp_path):
+    """Each token's logprob is that of its recorded version: none is sampled from stale keys."""
     old = _policy(rollouts, models, tmp_path / "old")
     prompts = some_tokens(4)
     answers = []
@@ -200,16 +199,13 @@ def test_versions_of_calls_that_span_a_push(rollouts, models, tmp_path):
         (before, first), (after, rest) = generation.versions.tolist()
         assert (before, after) == (version - 1, version) and first > 0 and first + rest == 220
         assert len(generation.routing) == 16 + 220 - 1
-        wanted = np.concatenate(
-            [
-                _of(_logits(old, prompt, generation.ids), generation.ids)[:first],
-                _of(_logits(new, prompt, generation.ids), generation.ids)[first:],
-            ]
-        )
-        np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-3)
+        by_old = _logprobs(_logits(old, prompt, generation.ids), generation.ids)
+        by_new = _logprobs(_logits(new, prompt, generation.ids), generation.ids)
+        expected = np.concatenate([by_old[:first], by_new[first:]])
+        np.testing.assert_allclose(generation.logprobs, expected, atol=1e-3)
 
 
-def test_s15_calls_may_end_before_new_weights_come(rollouts, models, tmp_path, monkeypatch):
+def test_s15_finish_calls_lets_calls_end_before_the_sync(rollouts, models, tmp_path, monkeypatch):
     _policy(rollouts, models, tmp_path / "old")
     answers = []
     thread = threading.Thread(
@@ -224,27 +220,28 @@ def test_s15_calls_may_end_before_new_weights_come(rollouts, models, tmp_path, m
     assert [g.versions.tolist() for g in answers] == [[[version - 1, 220]]] * 4
 
 
-def test_a_call_that_is_given_up_is_dropped_by_its_engine(rollouts):
+def test_a_cancelled_call_is_aborted_by_its_engine(rollouts):
     prompts = some_tokens(32).numpy()
     begin = time.time()
     rollouts.ask(prompts, Sampling(230, seed=1))
-    whole = time.time() - begin
+    whole_s = time.time() - begin
 
-    async def give_up():
+    async def cancel():
         calls = (
             rollouts.fleet.generate(p, Sampling(230, seed=1), session=f"{i}")
             for i, p in enumerate(prompts)
         )
-        await asyncio.wait_for(asyncio.gather(*calls), whole / 5)
+        await asyncio.wait_for(asyncio.gather(*calls), whole_s / 5)
 
     with pytest.raises(TimeoutError):
-        asyncio.run(give_up())
-    wait_for(lambda: _running(rollouts) == 0, whole / 2)
+        asyncio.run(cancel())
+    wait_for(lambda: _running(rollouts) == 0, whole_s / 2)
     assert all(slot.in_flight == 0 for slot in rollouts.fleet.slots)
 
 
-def test_an_engine_killed_in_mid_rollout(rollouts, models, tmp_path):
-    """kill -9: every call is answered once, as it would have been; the engine comes back with today's weights."""
+def test_an_engine_killed_during_a_rollout(rollouts, models, tmp_path):
+    """kill -9: every call gets its one, expected answer; the engine restarts with the current
+    weights."""
     _policy(rollouts, models, tmp_path / "hf")
     rollouts.on_ranks(shake, 4)
     version = rollouts.cluster.sync()
@@ -257,7 +254,8 @@ def test_an_engine_killed_in_mid_rollout(rollouts, models, tmp_path):
     slot = rollouts.fleet.slots[0]
     wait_for(lambda: slot.in_flight == 12, 20)
     time.sleep(0.2)
-    pid, vllm = slot.pid, descendants(slot.pid)
+    pid = slot.pid
+    vllm = descendants(pid)
     os.kill(pid, signal.SIGKILL)
     thread.join(120)
     assert len(vllm) >= 2
@@ -271,12 +269,13 @@ def test_an_engine_killed_in_mid_rollout(rollouts, models, tmp_path):
     assert all(g.versions.tolist() == [[version, 100]] for g in again)
 
 
-def test_an_engine_whose_vllm_has_died_is_lost_at_a_push(rollouts, models, tmp_path):
-    """Nobody has asked it anything since; the others get the weights, and it comes back with them."""
+def test_an_engine_whose_vllm_died_is_lost_at_a_weight_sync(rollouts, models, tmp_path):
+    """It had no call since; the other engines get the weights, and it restarts with them."""
     _policy(rollouts, models, tmp_path / "hf")
     rollouts.on_ranks(shake, 5)
     slot = rollouts.fleet.slots[1]
-    pid, (core,) = slot.pid, [line for line in alive(descendants(slot.pid)) if "EngineCore" in line]
+    pid = slot.pid
+    (core,) = [line for line in alive(descendants(pid)) if "EngineCore" in line]
     os.kill(int(core.split()[0]), signal.SIGKILL)
     time.sleep(0.1)
     version = rollouts.cluster.sync()
@@ -286,7 +285,7 @@ def test_an_engine_whose_vllm_has_died_is_lost_at_a_push(rollouts, models, tmp_p
 
 
 def _policy(rollouts, models, folder):
-    """The policy as it is in the model's folder, in the engines, and as transformers has it."""
+    """Load the model into the policy and the engines; returns it as a transformers model."""
     rollouts.lay(models("qwen3_moe")[0], dict(expert=2))
     rollouts.cluster.sync()
     rollouts.on_ranks(export, folder)
@@ -305,33 +304,30 @@ def _logits(model, prompt, ids) -> torch.Tensor:
     return model(tokens).logits[0, len(prompt) - 1 : -1]
 
 
-def _of(logits: torch.Tensor, ids) -> np.ndarray:
-    return (
-        logits.log_softmax(-1)
-        .gather(1, torch.tensor(ids, dtype=torch.int64)[:, None])[:, 0]
-        .numpy()
-    )
+def _logprobs(logits: torch.Tensor, ids) -> np.ndarray:
+    index = torch.tensor(ids, dtype=torch.int64)[:, None]  # [R, 1]
+    return logits.log_softmax(-1).gather(1, index)[:, 0].numpy()
 
 
 def _running(rollouts) -> int:
-    return sum(
-        ray.get(
-            [
-                h.__ray_call__.remote(lambda engine: len(engine.running))
-                for h in rollouts.fleet.serving()
-            ]
-        )
-    )
+    """Calls in flight, as the engines count them."""
+    count = [
+        handle.__ray_call__.remote(lambda engine: len(engine.running))
+        for handle in rollouts.fleet.serving()
+    ]
+    return sum(ray.get(count))
 
 
-# ---------------------------------------------------------------- the fleet alone, with actors that misbehave
+# ---------------------------------------------------------------- failing actors
 
 
 class Stub:
-    """An actor with an engine's methods: `generate` does as the prompt says."""
+    """An actor with an engine's methods; the prompt selects how `generate` fails."""
 
     def __init__(self, index: int):
-        self.index, self.calls, self.sick = index, 0, 0
+        self.index = index
+        self.calls = 0
+        self.sick = 0
 
     async def start(self) -> int:
         return os.getpid()
@@ -354,7 +350,7 @@ class Stub:
 
 def stubs(**settings) -> Fleet:
     spawn = ray.remote(Stub).options(num_cpus=0, max_concurrency=100).remote
-    fleet = Fleet(spawn, EngineConfig(count=2, **settings))
+    fleet = Fleet(spawn, EngineConfig(num_engines=2, **settings))
     fleet.start()
     fleet.open()
     return fleet
@@ -371,7 +367,7 @@ def ask(fleet: Fleet, *prompts: int) -> list:
 
 
 @pytest.fixture
-def misbehaving(rollouts):
+def failing(rollouts):
     fleets = []
 
     def make(**settings) -> Fleet:
@@ -383,32 +379,28 @@ def misbehaving(rollouts):
         fleet.close()
 
 
-def test_an_engine_that_hangs_is_replaced_and_its_calls_go_elsewhere(misbehaving):
-    fleet = misbehaving(request_timeout_s=2)
+def test_a_hanging_engine_is_restarted_and_its_calls_are_rerouted(failing):
+    fleet = failing(request_timeout_s=2)
     answers = ask(fleet, 1, 0, 0)  # the first goes to engine 0 and hangs there
-    assert [index for index, _ in answers] == [1, 1, 0] or [index for index, _ in answers] == [
-        1,
-        0,
-        1,
-    ]
+    assert [index for index, _ in answers] in ([1, 1, 0], [1, 0, 1])
     wait_for(lambda: all(slot.serving for slot in fleet.slots), 30)
     assert [slot.restarts for slot in fleet.slots] == [1, 0]
 
 
 @pytest.mark.parametrize(
-    "sickness, why",
+    "prompt, reason",
     [(4, "its health check failed: a broken pipe"), (5, "it did not answer a health check")],
 )
-def test_an_engine_that_is_not_well_is_replaced(misbehaving, sickness, why):
-    fleet = misbehaving(health_every_s=0.2, health_timeout_s=1)
-    ask(fleet, sickness)
+def test_an_unhealthy_engine_is_restarted(failing, prompt, reason):
+    fleet = failing(health_every_s=0.2, health_timeout_s=1)
+    ask(fleet, prompt)
     wait_for(lambda: fleet.slots[0].restarts == 1 and fleet.slots[0].serving, 30)
-    assert (fleet.slots[0].lost_why, fleet.slots[1].restarts) == (why, 0)
-    assert [calls for _, calls in ask(fleet, 0)] == [1]  # by the new one
+    assert (fleet.slots[0].lost_reason, fleet.slots[1].restarts) == (reason, 0)
+    assert [calls for _, calls in ask(fleet, 0)] == [1]  # of the new actor
 
 
-def test_when_every_engine_is_gone_calls_end_with_an_error(misbehaving):
-    fleet = misbehaving(restarts=1)
+def test_calls_raise_when_every_engine_is_gone(failing):
+    fleet = failing(restarts=1)
     answers = ask(fleet, 3, 3, 3)
     assert all(
         isinstance(a, EngineError) and "every engine is gone: 0: its process ended" in str(a)

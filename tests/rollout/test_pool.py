@@ -1,4 +1,4 @@
-"""Many episodes over one engine: nothing lost, nobody disturbed, the same seeds whatever the order."""
+"""Many episodes over one engine: none lost, failures isolated, seeds independent of the order."""
 
 import asyncio
 
@@ -23,12 +23,14 @@ LIMITS = Limits(max_turns=4, max_prompt_tokens=200, max_response_tokens=10, env_
 
 
 class Count(Env):
-    """As many turns as the row says; made to fail by the row."""
+    """The row sets the number of turns, or where to fail."""
 
     open = 0
 
     def __init__(self, row, *, reward=1.0):
-        self.row, self.reward, self.turn = row, reward, 0
+        self.row = row
+        self.reward = reward
+        self.turn = 0
         if row.get("broken") == "made":
             raise ValueError("cannot be made")
         Count.open += 1
@@ -48,10 +50,14 @@ class Count(Env):
 
 
 class Engine:
-    """Tokens drawn from the seed it is given; remembers how many calls there were at a time."""
+    """Samples tokens from the call's seed; counts concurrent calls."""
 
     def __init__(self, delay_s=0.001):
-        self.delay_s, self.now, self.most, self.sessions, self.seeds = delay_s, 0, 0, [], []
+        self.delay_s = delay_s
+        self.now = 0
+        self.most = 0
+        self.sessions = []
+        self.seeds = []
 
     async def __call__(self, prompt_ids, sampling, *, session, **_):
         self.now += 1
@@ -67,10 +73,9 @@ class Engine:
         return Generation(ids, np.zeros(5, np.float32), np.array([[0, 5]], np.int32), "stop")
 
 
-def pool(engine, samples=3, concurrency=4, seed=0, **more) -> Pool:
-    return Pool(
-        Agent(engine, RENDERER, LIMITS, Sampling(0), seed), Count, samples, concurrency, **more
-    )
+def pool(engine, samples_per_prompt=3, concurrency=4, seed=0, **more) -> Pool:
+    agent = Agent(engine, RENDERER, LIMITS, Sampling(0), seed)
+    return Pool(agent, Count, samples_per_prompt, concurrency, **more)
 
 
 def prompts(*rows):
@@ -82,10 +87,10 @@ MIXED = prompts(
 )
 
 
-def test_s1_trajectories_of_different_lengths_and_fates_in_one_batch():
+def test_s1_trajectories_of_different_lengths_and_stop_reasons_in_one_batch():
     engine = Engine()
-    heard = []
-    groups = asyncio.run(pool(engine).run(MIXED, heard.append))
+    ended = []
+    groups = asyncio.run(pool(engine).run(MIXED, ended.append))
     validate(groups)
     assert [g.id for g in groups] == [p.id for p in MIXED]
     assert all([t.index for t in g.trajectories] == [0, 1, 2] for g in groups)
@@ -99,7 +104,7 @@ def test_s1_trajectories_of_different_lengths_and_fates_in_one_batch():
         "first_prompt",
         "max_turns",
     ]
-    assert sorted(map(id, heard)) == sorted(id(t) for g in groups for t in g.trajectories)
+    assert sorted(map(id, ended)) == sorted(id(t) for g in groups for t in g.trajectories)
     assert engine.most <= 4 and Count.open == 0
 
 
@@ -120,9 +125,9 @@ def test_s5_metrics_and_filters_of_that_batch_count_trajectories():
     }
 
 
-def test_the_engine_is_kept_busy_up_to_the_limit():
+def test_concurrent_calls_reach_the_limit():
     engine = Engine()
-    asyncio.run(pool(engine, samples=8, concurrency=5).run(prompts({}, {})))
+    asyncio.run(pool(engine, samples_per_prompt=8, concurrency=5).run(prompts({}, {})))
     assert engine.most == 5
 
 
@@ -151,7 +156,8 @@ def test_cancelling_closes_every_environment():
     engine = Engine(delay_s=30)
 
     async def run():
-        task = asyncio.create_task(pool(engine, samples=8, concurrency=6).run(prompts({}, {})))
+        episodes = pool(engine, samples_per_prompt=8, concurrency=6)
+        task = asyncio.create_task(episodes.run(prompts({}, {})))
         while engine.now < 6:
             await asyncio.sleep(0.001)
         assert Count.open == 6
@@ -164,12 +170,13 @@ def test_cancelling_closes_every_environment():
     assert Count.open == 0 and engine.now == 0
 
 
-def test_a_batch_in_which_everything_failed_has_nothing_to_go_on_with():
+def test_a_batch_in_which_every_episode_failed_is_an_error():
     groups = asyncio.run(pool(Engine()).run(prompts({"broken": "step"}, {"broken": "made"})))
     with pytest.raises(RolloutFailed) as error:
         check_not_all_failed(groups)
     assert str(error.value) == (
-        "all 6 episodes failed; the first (group 10, sample 0) by env_error: ValueError: cannot step"
+        "all 6 episodes failed; the first (group 10, sample 0) by env_error: "
+        "ValueError: cannot step"
     )
     check_not_all_failed(asyncio.run(pool(Engine()).run(prompts({"broken": "step"}, {}))))
     check_not_all_failed([])

@@ -1,41 +1,45 @@
-"""S15, X6: groups that are played ahead of training: none twice, none lost, none too old; none ahead is synchronous."""
+"""S15, X6: no group of a rollout ahead of training is lost, repeated or stale; ahead = 0 is
+synchronous."""
 
 import asyncio
 import math
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megastep.errors import RolloutFailed
 from megastep.rollout.data import PromptStream
-from megastep.rollout.stream import GroupStream, Interrupted
-from megastep.types import Step, Trajectory
+from megastep.rollout.stream import Entry, GroupStream, Interrupted
+from megastep.types import Group, Step, StopReason, Trajectory
 
-BATCH, SAMPLES = 4, 3
+BATCH = 4
+SAMPLES = 3
 
 
 class Episodes:
-    """A pool whose episodes take as long as `seconds` says; remembers who began when, and who is under way."""
+    """A pool whose episodes take `seconds` each, or never end (None); records start and end."""
 
-    samples, concurrency = SAMPLES, 64
+    samples_per_prompt = SAMPLES
+    concurrency = 64
 
     def __init__(self, seconds=lambda id, index: 0.0):
         self.seconds = seconds
         self.stream: GroupStream | None = None
-        self.began: dict[int, int] = {}  # prompt → training steps before it
+        self.began: dict[int, int] = {}  # prompt → training step of its first episode
         self.running: set[tuple[int, int]] = set()
 
-    async def play(self, prompt, index):
+    async def run_episode(self, prompt, index):
         self.began.setdefault(prompt.id, self.stream.step)
         self.running.add((prompt.id, index))
         try:
             seconds = self.seconds(prompt.id, index)
             await (asyncio.sleep(seconds) if seconds is not None else asyncio.Event().wait())
         finally:
-            await asyncio.sleep(0.0005)  # an environment takes its time to close
+            await asyncio.sleep(0.0005)  # closing the environment
             self.running.remove((prompt.id, index))
         ids = np.arange(2, dtype=np.int32)
         step = Step(
@@ -60,8 +64,8 @@ def ids(taken) -> list[int]:
     return [group.id for group in taken.groups]
 
 
-def test_nothing_ahead_is_synchronous():
-    """A batch is the next prompts, in order; between batches nothing is under way."""
+def test_ahead_0_is_synchronous():
+    """A batch is the next prompts, in order; between batches no episode runs."""
     episodes = Episodes(lambda id, index: 0.001 * (id % 3))
     with make(episodes, steps=5) as stream:
         for step in range(5):
@@ -73,8 +77,8 @@ def test_nothing_ahead_is_synchronous():
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_x6_an_interrupted_batch_is_not_taken_and_not_lost(ahead):
-    """A batch that is there is taken; one to be waited for is not."""
+def test_x6_an_interrupted_batch_is_neither_taken_nor_lost(ahead):
+    """A complete batch is taken; an incomplete one is not."""
     episodes = Episodes(lambda id, index: 0.001 if id < 2 * BATCH else 1.0)
     with make(episodes, steps=5, ahead=ahead) as stream:
         stream.take(0)
@@ -90,8 +94,8 @@ def test_x6_an_interrupted_batch_is_not_taken_and_not_lost(ahead):
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_x6_what_a_step_had_before_it_was_interrupted_is_not_lost(ahead):
-    """Dynamic sampling asks for more groups; those it has are there again, not to be played twice, of their age."""
+def test_x6_groups_taken_for_an_interrupted_step_are_not_lost(ahead):
+    """Dynamic sampling takes more groups; the earlier ones are ready again, with their start."""
     slow = BATCH * (1 + ahead)
     episodes = Episodes(lambda id, index: 0.0 if id < slow else 1.0)
     with make(episodes, steps=5, ahead=ahead) as stream:
@@ -114,7 +118,7 @@ def test_x6_what_a_step_had_before_it_was_interrupted_is_not_lost(ahead):
         assert ids(stream.take(0)) == ids(first)
 
 
-def test_x6_groups_that_an_interrupted_step_gave_up_are_played_again():
+def test_x6_groups_dropped_for_an_interrupted_step_start_over():
     episodes = Episodes(lambda id, index: 0.0 if id <= 2 * BATCH and id != 1 else None)
     with make(episodes, steps=9, ahead=1, on_stale="drop") as stream:
         stream.take(0)
@@ -125,8 +129,8 @@ def test_x6_groups_that_an_interrupted_step_gave_up_are_played_again():
         assert 1 in stream.state().unfinished
 
 
-def test_x6_also_if_the_step_was_interrupted_when_it_asked_for_more():
-    """Dynamic sampling: what the first of its batches gave up is not counted anywhere, so it must be there again."""
+def test_x6_groups_dropped_before_an_interrupted_second_take_start_over():
+    """Dynamic sampling: the drops of the first take were not counted, so they are outstanding."""
     episodes = Episodes(lambda id, index: 0.0 if id <= 3 * BATCH and id != 1 else None)
     with make(episodes, steps=9, ahead=1, on_stale="drop") as stream:
         stream.take(0)
@@ -142,15 +146,15 @@ def test_x6_also_if_the_step_was_interrupted_when_it_asked_for_more():
         ) | {1}
 
 
-def test_x6_groups_that_failed_as_a_whole_are_played_again():
-    """Else a run that they have ended would end by them again, however often it is begun."""
+def test_x6_groups_in_which_every_episode_failed_start_over():
+    """Otherwise a run that they ended would end again at every resume."""
 
     class Broken(Episodes):
-        async def play(self, prompt, index):
+        async def run_episode(self, prompt, index):
             self.began[prompt.id] = self.stream.step
-            return Trajectory(
-                prompt.id, index, [], "env_error" if prompt.id > BATCH or index else "done"
-            )
+            fails = prompt.id > BATCH or index > 0
+            reason = StopReason.ENV_ERROR if fails else StopReason.DONE
+            return Trajectory(prompt.id, index, [], reason)
 
     with make(Broken(), steps=9, ahead=1) as stream:
         stream.take(0)
@@ -167,12 +171,14 @@ def test_x6_groups_that_failed_as_a_whole_are_played_again():
 
 
 @pytest.mark.parametrize("ahead", [0.5, 1, 2, 3.5])
-def test_s15_every_prompt_once_and_none_too_old(ahead):
-    """Long-tailed episodes; the age is counted from when a prompt really began."""
-    steps, numbers = 40, random.Random(ahead)
+def test_s15_every_prompt_once_and_none_stale(ahead):
+    """Long-tailed episodes; staleness counts from the start of the first episode."""
+    steps = 40
+    numbers = random.Random(ahead)
     episodes = Episodes(lambda id, index: numbers.lognormvariate(-7, 1.5))
-    episodes.concurrency = 10  # some have to wait for a place
-    seen, ages = [], []
+    episodes.concurrency = 10  # some episodes are queued
+    seen = []
+    staleness = []
     with make(episodes, steps, ahead=ahead) as stream:
         for step in range(steps):
             taken = stream.take(step)
@@ -180,15 +186,15 @@ def test_s15_every_prompt_once_and_none_too_old(ahead):
                 taken.dropped == 0
                 and [len(g.trajectories) for g in taken.groups] == [SAMPLES] * BATCH
             )
-            ages += [step - episodes.began[id] for id in ids(taken)]
+            staleness += [step - episodes.began[id] for id in ids(taken)]
             seen += ids(taken)
             time.sleep(numbers.random() * 0.003)
-    assert sorted(seen) == list(range(steps * BATCH))  # and nothing was begun in vain
-    assert len(episodes.began) == steps * BATCH
-    assert 0 < max(ages) <= math.ceil(ahead)
+    assert sorted(seen) == list(range(steps * BATCH))
+    assert len(episodes.began) == steps * BATCH  # no superfluous episode
+    assert 0 < max(staleness) <= math.ceil(ahead)
 
 
-def test_work_goes_on_while_training_does_as_far_ahead_as_allowed():
+def test_episodes_run_ahead_of_training_up_to_the_limit():
     episodes = Episodes(lambda id, index: 0.0 if id < BATCH else None)
     with make(episodes, steps=9, ahead=1.5) as stream:
         stream.take(0)
@@ -196,17 +202,35 @@ def test_work_goes_on_while_training_does_as_far_ahead_as_allowed():
         assert {id for id, _ in episodes.running} == set(range(BATCH, BATCH + 6))
 
 
-def test_slow_groups_are_waited_for_and_counted():
-    """Prompt 1 is slow: at step 1 it is due, and no batch is made without it."""
+def test_the_worked_example_of_missing():
+    """See GroupStream._missing: 20 to 23 run, 24 and 25 are complete."""
+    stream = GroupStream(Episodes(), PromptStream([{}], seed=0), batch=2, steps=9, ahead=2)
+    stream.step = 4
+    prompts = {id: SimpleNamespace(id=id) for id in range(20, 26)}
+    started = [2, 3, 3, 3, 4, 4]
+    entries = [Entry(prompts[id], start) for id, start in zip(prompts, started, strict=True)]
+    stream._entries = dict(zip(prompts, entries))
+    entries[4].group = Group(24, [])
+    entries[5].group = Group(25, [])
+    assert stream._missing(stream._oldest_complete(2)) == 2
+    entries[0].group = Group(20, [])
+    assert stream._missing(stream._oldest_complete(2)) == 1
+    entries[1].group = Group(21, [])
+    assert stream._missing(stream._oldest_complete(2)) == 0
+
+
+def test_on_stale_wait_waits_for_slow_groups_and_counts_them():
+    """Prompt 1 is slow: at step 1 it is due, and no batch is taken without it."""
     episodes = Episodes(lambda id, index: 0.3 if id == 1 else 0.0)
     with make(episodes, steps=4, ahead=1) as stream:
-        first, second = stream.take(0), stream.take(1)
+        first = stream.take(0)
+        second = stream.take(1)
     assert 1 not in ids(first) and first.waited == 0
     assert 1 in ids(second) and (second.waited, second.dropped) == (1, 0)
 
 
-def test_or_dropped_and_counted():
-    """Prompt 1 never ends; its place is taken by another and training never waits."""
+def test_on_stale_drop_drops_slow_groups_and_counts_them():
+    """Prompt 1 never ends; another prompt replaces it and training never waits."""
     episodes = Episodes(lambda id, index: None if id == 1 else 0.0)
     with make(episodes, steps=6, ahead=1, on_stale="drop") as stream:
         taken = [stream.take(step) for step in range(6)]
@@ -216,10 +240,13 @@ def test_or_dropped_and_counted():
     assert sorted(id for t in taken for id in ids(t)) == [0, *range(2, 6 * BATCH + 1)]
 
 
-def test_x6_what_state_tells_is_enough_to_go_on():
-    """Ended anywhere and begun again from its state, twenty times: every prompt is in one batch."""
-    steps, numbers, seen = 40, random.Random(1), []
-    state, step = None, 0
+def test_x6_state_suffices_to_resume():
+    """Resumed from its state twenty times, at any point: every prompt is in one batch."""
+    steps = 40
+    numbers = random.Random(1)
+    seen = []
+    state = None
+    step = 0
     while step < steps:
         with make(
             Episodes(lambda id, index: numbers.lognormvariate(-7, 1.5)), steps, ahead=1.5
@@ -231,11 +258,11 @@ def test_x6_what_state_tells_is_enough_to_go_on():
                 step += 1
                 time.sleep(numbers.random() * 0.003)
             state = stream.state()
-            stream.submit(asyncio.sleep(0.001)).result()  # what happens now is lost
+            stream.submit(asyncio.sleep(0.001)).result()  # progress that the state does not have
     assert sorted(seen) == list(range(steps * BATCH))
 
 
-def test_ready_groups_survive_with_their_age():
+def test_restored_groups_keep_their_start():
     episodes = Episodes()
     with make(episodes, steps=9, ahead=2) as stream:
         stream.take(0)
@@ -251,10 +278,10 @@ def test_ready_groups_survive_with_their_age():
         stream.restore(1, state)
         assert ids(stream.take(1)) == list(range(BATCH, 2 * BATCH))
         assert ids(stream.take(2)) == list(range(2 * BATCH, 3 * BATCH))
-    assert not set(again.began) & set(range(3 * BATCH))  # they were not played again
+    assert not set(again.began) & set(range(3 * BATCH))  # their episodes did not run again
 
 
-def test_leaving_cancels_what_is_under_way():
+def test_leaving_cancels_running_episodes():
     episodes = Episodes(lambda id, index: None)
     with make(episodes, steps=9, ahead=1) as stream:
         waiting = stream.submit(stream._take(0, BATCH))
@@ -266,28 +293,29 @@ def test_leaving_cancels_what_is_under_way():
 @pytest.mark.parametrize(
     "changed", [dict(ahead=0), dict(ahead=0.5), dict(ahead=1), dict(batch=2, ahead=2)], ids=str
 )
-def test_going_on_with_less_patience_drops_what_is_too_old_and_does_not_hang(changed):
+def test_resuming_with_a_smaller_max_staleness_drops_stale_groups_and_does_not_hang(changed):
     with make(Episodes(), steps=9, ahead=2) as stream:
         stream.take(0)
         time.sleep(0.2)
         state = stream.state()
     assert len(state.ready) == 2 * BATCH
-    episodes, seen, dropped = Episodes(), [], 0
-    prompts, batch = (
-        PromptStream([{"n": n} for n in range(10)], seed=0),
-        changed.get("batch", BATCH),
-    )
+    episodes = Episodes()
+    seen = []
+    dropped = 0
+    prompts = PromptStream([{"n": n} for n in range(10)], seed=0)
+    batch = changed.get("batch", BATCH)
     with GroupStream(episodes, prompts, batch, 9, changed["ahead"]) as episodes.stream:
         episodes.stream.restore(1, state)
         for step in range(1, 9):
             taken = episodes.stream.submit(episodes.stream._take(step, batch)).result(timeout=20)
-            seen, dropped = seen + ids(taken), dropped + taken.dropped
+            seen += ids(taken)
+            dropped += taken.dropped
     assert len(set(seen)) == len(seen) == 8 * batch
     assert len(set(range(BATCH, 3 * BATCH)) - set(seen)) == dropped > 0
 
 
 def test_more_groups_for_the_same_step():
-    """Dynamic sampling: the places of prompts that were dropped."""
+    """Dynamic sampling: replacements for dropped prompts."""
     episodes = Episodes()
     with make(episodes, steps=3) as stream:
         assert [ids(stream.take(0)), ids(stream.take(0, 1)), ids(stream.take(1))] == [
@@ -297,7 +325,7 @@ def test_more_groups_for_the_same_step():
         ]
 
 
-def test_a_defect_in_an_episode_reaches_the_trainer():
+def test_an_exception_in_an_episode_reaches_the_trainer():
     def fail(id, index):
         raise ZeroDivisionError("a defect")
 
@@ -315,8 +343,8 @@ def test_a_defect_in_an_episode_reaches_the_trainer():
         (asyncio.CancelledError(), "of prompt . cancelled itself"),
     ],
 )
-def test_what_is_no_exception_reaches_the_trainer_too(error, message):
-    """Nobody waits for ever for an episode that is gone; and the thread of the episodes can be ended."""
+def test_a_base_exception_in_an_episode_reaches_the_trainer(error, message):
+    """`take` does not hang, and the thread of the episodes can be joined."""
 
     def fail(id, index):
         raise error
@@ -328,7 +356,7 @@ def test_what_is_no_exception_reaches_the_trainer_too(error, message):
         stream.submit(stream._take(0, None)).result(timeout=20)
 
 
-def test_speed_counts_the_time_in_which_episodes_ran():
+def test_tokens_per_s_counts_the_time_of_running_episodes():
     episodes = Episodes(lambda id, index: 0.2)
     with make(episodes, steps=2) as stream:
         stream.take(0)

@@ -1,4 +1,4 @@
-"""Every key of `rollout`, `eval`, `data` and `env` reaches the part it is for."""
+"""Every key of `rollout`, `eval`, `data` and `env` takes effect."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ CHASE_ROW = Chase.generate(Random(0))
 
 
 class Recorder:
-    """An engine that writes down what it is asked, and answers nothing."""
+    """An engine that records its calls and fails."""
 
     def __init__(self):
         self.asked = []
@@ -30,7 +30,7 @@ class Recorder:
 
 
 def asked(make_pool) -> list:
-    """What two prompts make the pool of a task ask of the engine."""
+    """The engine calls of a task's pool for two prompts."""
     engine = Recorder()
     prompts = [Prompt(id, CHASE_ROW) for id in range(2)]
     asyncio.run(make_pool(engine).run(prompts))
@@ -60,9 +60,10 @@ def task() -> Task:
     return Task.load(load(CHASE, GIVEN))
 
 
-def test_each_pool_samples_as_its_section_says(task):
-    """temperature, top_p, top_k and samples of `rollout` and of `eval`, as the engine is asked."""
-    training, held_out = asked(task.pool), asked(task.eval_pool)
+def test_each_pool_uses_the_sampling_of_its_section(task):
+    """temperature, top_p, top_k and samples_per_prompt of `rollout` and `eval` reach the engine."""
+    training = asked(task.pool)
+    held_out = asked(task.eval_pool)
     assert len(training) == 2 * 3 and len(held_out) == 2 * 2
     assert {(s.temperature, s.top_p, s.top_k, s.max_tokens) for _, s in training} == {
         (0.7, 0.9, 11, 6)
@@ -85,11 +86,12 @@ def test_the_seed_of_the_run_is_in_every_call():
 def test_limits_are_those_of_rollout(task):
     for pool in (task.pool(None), task.eval_pool(None)):
         assert pool.agent.limits == Limits(4, 100, 7, 2.5) and pool.concurrency == 5
-    assert (task.pool(None).samples, task.eval_pool(None).samples) == (3, 2)
+    assert task.pool(None).samples_per_prompt == 3
+    assert task.eval_pool(None).samples_per_prompt == 2
     assert len(task.eval_prompts()) == 6
 
 
-def test_a_prompt_may_have_what_a_response_leaves_of_the_context():
+def test_default_max_prompt_tokens_is_the_context_without_the_response():
     given = [
         "rollout.max_prompt_tokens=null",
         "engine.max_model_len=200",
@@ -98,19 +100,18 @@ def test_a_prompt_may_have_what_a_response_leaves_of_the_context():
     assert Task.load(load(CHASE, given)).pool(None).agent.limits.max_prompt_tokens == 191
 
 
-def test_the_renderer_is_that_of_mode_and_template():
+def test_mode_and_template_reach_the_renderer():
     def history(*given):
-        task = Task.load(load(CHASE, list(given)))
-        return type(
-            task.renderer.history([{"role": "user", "content": "?"}])
-        ).__name__, task.renderer.options
+        renderer = Task.load(load(CHASE, list(given))).renderer
+        made = renderer.history([{"role": "user", "content": "?"}])
+        return type(made).__name__, renderer.options
 
     assert history("rollout.mode=chat", "rollout.template.keep=3") == ("ChatHistory", {"keep": 3})
     assert history("rollout.mode=tokens") == ("TokenHistory", {})
 
 
-def test_rows_are_those_of_data(tmp_path):
-    """train, eval, held_out and shuffle of a file; env.name and env.options make the environment."""
+def test_data_keys_select_the_rows(tmp_path):
+    """train, eval, held_out and shuffle of a file; env.name selects the environment."""
     for name, count in (("train", 10), ("eval", 4)):
         lines = [json.dumps({"secret": n, "name": name}) + "\n" for n in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
@@ -135,14 +136,14 @@ def test_rows_are_those_of_data(tmp_path):
     assert separate.env.__name__ == "Guess"
 
 
-def test_generated_rows_are_as_many_as_the_config_says():
+def test_number_of_generated_rows():
     given = ["data.generated_rows=30", "data.held_out=5", "env.name=guess", "env.options.numbers=9"]
     task = Task.load(load(CHASE, given))
     assert (len(task.train_rows), len(task.eval_rows)) == (25, 5)
     assert task.pool(None).options == {"numbers": 9} == task.eval_pool(None).options
 
 
-def test_demonstrations_are_as_many_as_the_config_says():
+def test_number_of_demonstrations():
     first, second, other = (
         Task.load(load(CHASE, ["warm_start.trajectories=7", f"train.seed={seed}"])).demonstrations()
         for seed in (1, 1, 2)

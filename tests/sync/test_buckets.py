@@ -1,9 +1,9 @@
-"""Weights go to the engines in buckets of sync.bucket_mb."""
+"""Weight sync sends buckets of at most sync.bucket_mb."""
 
 from tests import cases
 
 
-def test_buckets_are_as_large_as_the_config_says(ranks, models):
+def test_buckets_have_the_size_of_the_config(ranks, models):
     folder, _ = models("qwen3_moe")
     (small,), (large,) = (
         ranks(1).run(cases.bucket_sizes, folder=folder, settings={"sync.bucket_mb": megabytes})

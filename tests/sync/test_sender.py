@@ -1,12 +1,12 @@
-"""D3, D2: the policy's weights reach the engines from every layout, whole, and nothing of the old ones is served."""
+"""D3, D2: weight sync is complete under every parallel layout; no stale KV cache is served."""
 
 import numpy as np
 import pytest
 import torch
 
 from megastep.sync.checksum import add, checksum
-from megastep.weights.mapping import pieces_of, rows_of, to_megatron
-from tests.engines import corrupt_next_push, export, shake
+from megastep.weights.mapping import hf_slices, param_mappings, to_megatron
+from tests.engines import corrupt_next_sync, export, shake
 from tests.models import some_tokens
 
 LAYOUTS = {
@@ -18,33 +18,34 @@ LAYOUTS = {
 }
 
 
-def test_a_checksum_adds_up_over_pieces_and_sees_places():
+def test_a_checksum_adds_up_over_slices_and_depends_on_positions():
     whole = torch.randn(6, 10)
     rows = [checksum(whole[:2], (0, 0), 10), checksum(whole[2:], (2, 0), 10)]
     columns = [checksum(whole[:, :3], (0, 0), 10), checksum(whole[:, 3:], (0, 3), 10)]
     assert add(*rows) == add(*columns) == checksum(whole)
-    assert checksum(whole) != checksum(whole.flip(0)) and checksum(whole.bfloat16()) != checksum(
-        whole
-    )
+    assert checksum(whole) != checksum(whole.flip(0))
+    assert checksum(whole) != checksum(whole.bfloat16())
     changed = whole.clone()
     changed[3, 4] = torch.nextafter(changed[3, 4], torch.tensor(9.0))
     assert checksum(changed) != checksum(whole)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama_biases"])
-def test_cuts_are_pieces_of_hf_tensors(models, name):
-    """Pieces of all cuts, put where they say, are the tensors again."""
+def test_shards_are_slices_of_hf_tensors(models, name):
+    """The slices of all shards, copied to their offsets, restore the tensors."""
     from megastep.models.architecture import read_architecture
     from megastep.weights.hf_files import HFReader
 
     folder, _ = models(name)
-    arch, read = read_architecture(folder), HFReader(folder)
-    for row in rows_of(arch).values():
-        wholes = {hf: torch.full(shape, torch.nan) for hf, shape in row.hf}
-        for cut in range(2):
-            for piece in pieces_of(row, to_megatron(row, read, arch, cut, 2), arch, cut):
-                piece.into(wholes[piece.name])
-        assert all(torch.equal(whole, read(hf)) for hf, whole in wholes.items()), row.megatron
+    arch = read_architecture(folder)
+    read = HFReader(folder)
+    for mapping in param_mappings(arch).values():
+        wholes = {hf: torch.full(shape, torch.nan) for hf, shape in mapping.hf}
+        for shard in range(2):
+            local = to_megatron(mapping, read, arch, shard, num_shards=2)
+            for part in hf_slices(mapping, local, arch, shard):
+                part.copy_into(wholes[part.name])
+        assert all(torch.equal(whole, read(hf)) for hf, whole in wholes.items()), mapping.megatron
 
 
 def greedy_with_transformers(folder, prompts) -> tuple[list, object]:
@@ -58,8 +59,8 @@ def greedy_with_transformers(folder, prompts) -> tuple[list, object]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_after_a_push_the_engines_are_the_policy(rollouts, models, layout, tmp_path):
-    """Greedy tokens, logprobs and experts are those of transformers on the exported weights, on both engines."""
+def test_after_a_weight_sync_engines_equal_the_policy(rollouts, models, layout, tmp_path):
+    """On both engines: tokens, logprobs and routing of transformers with the exported weights."""
     folder, _ = models("qwen3_moe")
     rollouts.lay(folder, LAYOUTS[layout])
     before = rollouts.cluster.sync()
@@ -84,14 +85,13 @@ def _check_against(model, prompt, generation) -> None:
     logprobs = output.logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
     wanted = logprobs.gather(1, torch.from_numpy(generation.ids).long()[:, None])[:, 0].numpy()
     np.testing.assert_allclose(generation.logprobs, wanted, atol=2e-4)
-    experts = torch.stack([layer.topk(2).indices for layer in output.router_logits], dim=1)[
-        :-1
-    ]  # [P+R-1, L, K]
-    assert np.array_equal(np.sort(generation.routing, -1), experts.sort(-1).values.numpy())
+    routing = torch.stack([layer.topk(2).indices for layer in output.router_logits], dim=1)
+    routing = routing[:-1]  # [P+R-1, L, K]
+    assert np.array_equal(np.sort(generation.routing, -1), routing.sort(-1).values.numpy())
 
 
-def test_no_key_of_an_old_policy_is_served(rollouts, models):
-    """A long prompt, cached under the old weights, answers under the new ones as if it had never been seen."""
+def test_no_stale_kv_cache_is_served(rollouts, models):
+    """A prompt cached before a sync is generated after it as on an engine without the cache."""
     rollouts.lay(models("qwen3_moe")[0], dict(tensor=2))
     rollouts.cluster.sync()
     prompts = some_tokens(sequences=2, length=180, seed=7)  # more than a block of the cache
@@ -101,22 +101,18 @@ def test_no_key_of_an_old_policy_is_served(rollouts, models):
     rollouts.on_ranks(shake, 5)
     rollouts.cluster.sync()
     new = rollouts.ask(prompts, sessions=["a", "b"])
-    elsewhere = rollouts.ask(prompts.flip(0), sessions=["a", "b"])[
-        ::-1
-    ]  # each on the engine that has not seen it
+    # Each prompt on the engine that has not cached it.
+    elsewhere = rollouts.ask(prompts.flip(0), sessions=["a", "b"])[::-1]
     assert [g.ids.tolist() for g in new] == [g.ids.tolist() for g in elsewhere]
     for a, b in zip(new, elsewhere):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
-def test_verify_sees_a_wrong_number(rollouts, models):
+def test_verify_detects_a_wrong_value(rollouts, models):
     rollouts.lay(models("qwen3_moe")[0], dict(expert=2))
     rollouts.cluster.sync()
-    rollouts.on_ranks(corrupt_next_push)
-    with pytest.raises(
-        Exception,
-        match="sync.verify: tensor .* arrived with another checksum than it was sent with",
-    ):
+    rollouts.on_ranks(corrupt_next_sync)
+    with pytest.raises(Exception, match=r"sync\.verify: checksum mismatch in tensor .*weight"):
         rollouts.cluster.sync()
     rollouts.on_ranks(lambda rank: rank.restore())
     rollouts.cluster.sync()

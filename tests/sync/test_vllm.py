@@ -1,4 +1,4 @@
-"""D6: what the policy exports, vLLM loads and generates from as transformers does from the original."""
+"""D6: vLLM generates from the policy's export as transformers does from the original."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ def test_exports_generate_the_same_greedy_tokens(ranks, models, tmp_path):
 
 
 def greedy_with_vllm(folders) -> list[list[list[int]]]:
-    """In a process of its own: vLLM wants one, and takes long to import."""
+    """In a subprocess: vLLM needs one, and takes seconds to import."""
     arguments = [
         json.dumps([str(f) for f in folders]),
         json.dumps(some_tokens().tolist()),

@@ -1,4 +1,7 @@
-"""python -m tests.sync.vllm_greedy FOLDERS_JSON PROMPTS_JSON NEW_TOKENS: prints each model's greedy tokens as JSON."""
+"""Prints each model's greedy tokens as JSON.
+
+python -m tests.sync.vllm_greedy FOLDERS_JSON PROMPTS_JSON NEW_TOKENS
+"""
 
 import json
 import os
@@ -31,9 +34,7 @@ def greedy(folder: str, prompts: list[list[int]], new_tokens: int) -> list[list[
 
 
 if __name__ == "__main__":
-    folders, prompts, new_tokens = (
-        json.loads(sys.argv[1]),
-        json.loads(sys.argv[2]),
-        int(sys.argv[3]),
-    )
+    folders = json.loads(sys.argv[1])
+    prompts = json.loads(sys.argv[2])
+    new_tokens = int(sys.argv[3])
     print(json.dumps([greedy(folder, prompts, new_tokens) for folder in folders]))

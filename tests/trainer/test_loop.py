@@ -27,8 +27,8 @@ class Versioned(Episodes):
 
     version = 0
 
-    async def play(self, prompt, index):
-        trajectory = await super().play(prompt, index)
+    async def run_episode(self, prompt, index):
+        trajectory = await super().run_episode(prompt, index)
         trajectory.steps[0].versions[:, 0] = self.version
         trajectory.steps[0].reward = float(index)
         return trajectory
@@ -37,8 +37,8 @@ class Versioned(Episodes):
 class Truncated(Versioned):
     """Every trajectory of an even prompt is truncated."""
 
-    async def play(self, prompt, index):
-        trajectory = await super().play(prompt, index)
+    async def run_episode(self, prompt, index):
+        trajectory = await super().run_episode(prompt, index)
         is_odd = prompt.id % 2 == 1
         trajectory.steps[0].finish = FinishReason.STOP if is_odd else FinishReason.LENGTH
         return trajectory
@@ -93,8 +93,10 @@ def test_s15_stale_tokens_are_not_trained_on(version, kept, tmp_path):
     loop.step = 1
     with loop.stream:
         groups, metrics = loop.collect()
-    assert len(groups) == kept and metrics["rollout/trajectories"] == 4 * episodes.samples
-    assert metrics["filter/dropped"] == (4 - kept) * episodes.samples
+    assert (
+        len(groups) == kept and metrics["rollout/trajectories"] == 4 * episodes.samples_per_prompt
+    )
+    assert metrics["filter/dropped"] == (4 - kept) * episodes.samples_per_prompt
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_a10_a_group_without_a_trained_token_does_not_fill_a_batch(
     with loop.stream:
         groups, metrics = loop.collect()
     assert [group.id for group in groups] == kept and metrics["rollout/prompts"] == prompts
-    assert metrics["filter/dropped"] == prompts // 2 * Truncated.samples
+    assert metrics["filter/dropped"] == prompts // 2 * Truncated.samples_per_prompt
     assert metrics["filter/dropped_fraction"] == 0.5
 
 
@@ -172,8 +174,8 @@ class Judged(Episodes):
         super().__init__()
         self.judge = judge
 
-    async def play(self, prompt, index):
-        trajectory = await super().play(prompt, index)
+    async def run_episode(self, prompt, index):
+        trajectory = await super().run_episode(prompt, index)
         trajectory.steps[0].versions[:, 0] = 0
         self.judge(prompt.id, index, trajectory)
         return trajectory
@@ -384,7 +386,9 @@ def test_schedule_of_a_run(tmp_path, monkeypatch):
 
 async def one_group(loop) -> list:
     """A group for the evaluation to return."""
-    return [Group(0, [await loop.stream.pool.play(Prompt(0, {}), index) for index in range(3)])]
+    return [
+        Group(0, [await loop.stream.pool.run_episode(Prompt(0, {}), index) for index in range(3)])
+    ]
 
 
 def evaluated(groups: list, loop, begun: list):

@@ -1,4 +1,4 @@
-"""The tables: every parameter once, every tensor once, and clear words for weights that do not fit."""
+"""Mapping tables: every parameter and tensor once; errors for weights that do not fit."""
 
 import json
 import shutil
@@ -9,49 +9,48 @@ from safetensors.torch import load_file, save_file
 
 from megastep.config import Config
 from megastep.errors import WeightsError
-from megastep.models.architecture import read_architecture
+from megastep.models.architecture import FAMILIES, read_architecture
 from megastep.trainer.rundir import check_weights_fit
-from megastep.weights.hf_files import HFReader, check_empty, written_beside
-from megastep.weights.mapping import TABLES, from_megatron, rows_of, to_megatron
+from megastep.weights.hf_files import HFReader, check_empty, written_atomically
+from megastep.weights.mapping import SHARDINGS, from_megatron, param_mappings, to_megatron
 from tests import cases
 from tests.models import MODELS
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_hf_tensor_is_in_exactly_one_row(name, models):
+def test_every_hf_tensor_is_in_exactly_one_mapping(name, models):
     folder, _ = models(name)
-    listed = [
-        hf
-        for row in rows_of(read_architecture(folder)).values()
-        if not row.is_copy
-        for hf, _ in row.hf
-    ]
+    mappings = param_mappings(read_architecture(folder)).values()
+    listed = [hf for mapping in mappings if not mapping.is_copy for hf, _ in mapping.hf]
     assert sorted(listed) == sorted(HFReader(folder).file_of)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("cuts", [1, 2])
-def test_cuts_join_to_what_they_were_cut_from(name, cuts, models):
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_shards_join_to_the_original_tensors(name, num_shards, models):
     folder, _ = models(name)
-    arch, reader = read_architecture(folder), HFReader(folder)
-    for row in rows_of(arch).values():
-        pieces = [
-            to_megatron(row, reader, arch, cut, cuts)
-            for cut in range(cuts if row.form.axis is not None else 1)
+    arch = read_architecture(folder)
+    reader = HFReader(folder)
+    for mapping in param_mappings(arch).values():
+        is_sharded = mapping.sharding.axis is not None
+        shards = [
+            to_megatron(mapping, reader, arch, shard, num_shards)
+            for shard in range(num_shards if is_sharded else 1)
         ]
-        for hf, tensor in from_megatron(row, pieces, arch):
+        for hf, tensor in from_megatron(mapping, shards, arch):
             assert torch.equal(tensor, reader(hf)), hf
 
 
-def test_every_family_has_a_table():
-    from megastep.models.architecture import FAMILIES
-
-    assert set(TABLES) == set(FAMILIES)
+def test_every_family_has_a_model_and_rules_with_known_shardings():
+    assert {family for family, _ in MODELS.values()} == set(FAMILIES)
+    for family in FAMILIES.values():
+        assert family.rules
+        assert {rule.sharding for rule in family.rules} <= set(SHARDINGS)
 
 
 @pytest.fixture
 def broken(models, tmp_path):
-    """A copy of a model whose tensors the test changes, and the config that names it."""
+    """A function that edits the tensors of a copied model; returns the model's config."""
     folder = shutil.copytree(models("qwen3_moe")[0], tmp_path / "model")
     config = Config()
     config.model.path = str(folder)
@@ -105,12 +104,12 @@ def test_index_that_names_a_missing_file(models, tmp_path):
         HFReader(folder)("model.norm.weight")
 
 
-def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path):
+def test_no_overwriting_and_no_partial_folder(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("precious")
     with pytest.raises(WeightsError, match="is not empty; give a new folder"):
         check_empty(tmp_path / "full")
-    with pytest.raises(RuntimeError), written_beside(tmp_path / "new") as folder:
+    with pytest.raises(RuntimeError), written_atomically(tmp_path / "new") as folder:
         (folder / "half").write_text("x")
         raise RuntimeError
     assert sorted(p.name for p in tmp_path.iterdir()) == ["full"]

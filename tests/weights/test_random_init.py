@@ -1,11 +1,11 @@
-"""model.init=random: one model for one seed, whatever the parallel layout."""
+"""model.init=random: the seed determines the model under every parallel layout."""
 
 import numpy as np
 import pytest
 import torch
 
 from megastep.models.architecture import read_architecture
-from megastep.weights.random_init import FreshWeights
+from megastep.weights.random_init import RandomWeights
 from tests import cases
 
 LAYOUTS = {
@@ -26,7 +26,7 @@ CASES = [("qwen3_moe", layout) for layout in LAYOUTS] + [
 
 @pytest.fixture(scope="module")
 def alone(ranks, models):
-    """The tensors of a model as one rank draws and exports them."""
+    """The tensors of a model drawn and exported by a single rank."""
     drawn = {}
 
     def get(name: str) -> dict[str, np.ndarray]:
@@ -40,30 +40,29 @@ def alone(ranks, models):
 
 
 @pytest.mark.parametrize("name, layout", CASES)
-def test_a1_fresh_weights_are_the_same_under_every_layout(name, layout, alone, ranks, models):
+def test_a1_random_weights_are_equal_under_every_layout(name, layout, alone, ranks, models):
     world, settings = LAYOUTS[layout]
-    drawn = ranks(world).run(cases.fresh_tensors, folder=models(name)[0], layout=settings, seed=7)[
-        0
-    ]
+    folder, _ = models(name)
+    drawn = ranks(world).run(cases.fresh_tensors, folder=folder, layout=settings, seed=7)[0]
     assert drawn.keys() == alone(name).keys()
     for tensor, values in drawn.items():
         np.testing.assert_array_equal(values, alone(name)[tensor], err_msg=tensor)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_a1_no_two_matrices_are_alike(name, alone):
-    """Neither two experts of a layer nor two layers: no rows of any two matrices are equal."""
+def test_a1_no_two_matrices_are_equal(name, alone):
+    """No equal rows in any two matrices, such as two experts of a layer or two layers."""
     rows = [
         row.tobytes() for values in alone(name).values() if values.ndim == 2 for row in values[:8]
     ]
     assert len(set(rows)) == len(rows)
 
 
-def test_a1_the_seed_decides(models):
+def test_a1_the_seed_determines_the_weights(models):
     arch = read_architecture(models("qwen3_moe")[0])
     tensor = "model.layers.1.mlp.experts.5.up_proj.weight"
-    assert torch.equal(FreshWeights(arch, 1)(tensor), FreshWeights(arch, 1)(tensor))
-    assert not torch.equal(FreshWeights(arch, 1)(tensor), FreshWeights(arch, 2)(tensor))
+    assert torch.equal(RandomWeights(arch, 1)(tensor), RandomWeights(arch, 1)(tensor))
+    assert not torch.equal(RandomWeights(arch, 1)(tensor), RandomWeights(arch, 2)(tensor))
 
 
 @pytest.mark.parametrize(
@@ -77,14 +76,14 @@ def test_a1_the_seed_decides(models):
         ("model.layers.2.mlp.down_proj.weight", 0.1 / 8**0.5),
     ],
 )
-def test_matrices_have_the_spread_of_the_config(tensor, std, alone):
+def test_matrices_have_the_standard_deviation_of_the_config(tensor, std, alone):
     """`initializer_range` is 0.1, and 4 layers add two outputs each to the residual stream."""
     values = alone("llama_biases")[tensor]
     assert values.std() == pytest.approx(std, rel=0.03)
     assert abs(values.mean()) < 4 * std / values.size**0.5
 
 
-def test_norms_begin_at_one_and_biases_at_zero(alone):
+def test_norms_start_at_one_and_biases_at_zero(alone):
     tensors = alone("llama_biases")
     norms = [values for name, values in tensors.items() if "norm" in name]
     biases = [values for name, values in tensors.items() if name.endswith(".bias")]

@@ -1,8 +1,8 @@
-"""A model that speaks SQL without having learned it: a table of which token may follow which, written into weights.
+"""A model that generates SQL by a Markov chain: a table of successors per token, in its weights.
 
-Attention and experts add nothing to the residual stream, so the next token depends on the last one alone, through an
-embedding of one unit vector per token of the table and a head with a large weight for each allowed successor.
-Everything a real engine returns is then known beforehand: which tokens, with what logprobs, through which experts.
+Attention and experts add nothing to the residual stream, so the next token depends on the last one
+only, through an embedding of one unit vector per token of the table and a head with a large weight
+for each successor. Tokens, logprobs and routing of a real engine are therefore known in advance.
 """
 
 import json
@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 GOLD = "SELECT name FROM product WHERE price > 20"
-START = "\n"  # the last token of the call for a turn
+START = "\n"  # the last token of the generation prompt
 END = "<|im_end|>"
 RAMBLING = "and so on "
 NEXT = {
@@ -27,14 +27,16 @@ NEXT = {
     GOLD: ["</solution>"],
     "SELECT 1": ["</solution>"],
     "</solution>": [END],
-    RAMBLING: [RAMBLING],  # until it is cut off
+    RAMBLING: [RAMBLING],  # until it is truncated
 }
 LOGIT = 30.0
 TEMPLATE = """\
 {%- for message in messages %}
-    {%- set said = message.content %}
-    {%- if message.role == 'assistant' %}{% set said = said.split('</think>')[-1] %}{% endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + said + '<|im_end|>\\n' }}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' %}
+        {%- set content = content.split('</think>')[-1] %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 
@@ -57,8 +59,8 @@ def ids_of(made) -> dict[str, int]:
     return {phrase: ids[0] for phrase, ids in found.items()}
 
 
-class Speaker:
-    """The folder of the model, and what it must say."""
+class MarkovModel:
+    """The model's folder, successors and routing."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -66,7 +68,7 @@ class Speaker:
         made.save_pretrained(folder)
         self.ids = ids_of(made)
         self.next = {self.ids[a]: [self.ids[b] for b in after] for a, after in NEXT.items()}
-        self.experts = _write_weights(folder, len(made), self.next)
+        self.routing = _write_weights(folder, len(made), self.next)
 
     def logprob(self, token: int, successor: int) -> float:
         assert successor in self.next[token], (token, successor)
@@ -74,7 +76,7 @@ class Speaker:
 
 
 def _write_weights(folder: Path, vocab: int, following: dict[int, list[int]]) -> np.ndarray:
-    """Returns the experts of every token: [vocab, layers, top-k], sorted."""
+    """Returns the routing of every token: [vocab, layers, top-k], sorted."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -101,24 +103,22 @@ def _write_weights(folder: Path, vocab: int, following: dict[int, list[int]]) ->
         for name, parameter in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:
                 parameter.zero_()
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embedding = model.get_input_embeddings().weight  # [vocab, hidden]
+        head = model.get_output_embeddings().weight  # [vocab, hidden]
         embedding.copy_(torch.randn_like(embedding))
-        embedding[:, : len(following)] = (
-            0  # these axes are for the tokens that something is said after
-        )
+        embedding[:, : len(following)] = 0  # axes reserved for tokens with successors
         head.zero_()
         for axis, (token, successors) in enumerate(following.items()):
             embedding[token] = 0
             embedding[token, axis] = 1
-            head[successors, axis] = (
-                LOGIT / 64**0.5
-            )  # the final norm makes the vector sqrt(hidden) long
+            # The final norm scales the vector to length sqrt(hidden).
+            head[successors, axis] = LOGIT / 64**0.5
         normed = embedding / embedding.pow(2).mean(-1, keepdim=True).add(config.rms_norm_eps).sqrt()
-        gates = [layer.mlp.gate.weight for layer in model.model.layers]
-        experts = torch.stack(
+        gates = [layer.mlp.gate.weight for layer in model.model.layers]  # each [experts, hidden]
+        routing = torch.stack(
             [(normed @ gate.T).topk(2).indices.sort(-1).values for gate in gates], 1
         )
     model.save_pretrained(folder)
-    shape = json.loads((folder / "config.json").read_text())
-    assert shape["model_type"] == "qwen3_moe"
-    return experts.numpy()
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["model_type"] == "qwen3_moe"
+    return routing.numpy()

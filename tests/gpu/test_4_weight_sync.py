@@ -1,5 +1,6 @@
-"""Expected: after a push through nccl (engine apart, 2 GPUs) and through ipc (engine and rank on one GPU, taking turns)
-the engine's greedy tokens are those of transformers on the exported weights, and checksums agree. Not run yet.
+"""Expected: after a weight sync by ipc (colocated, 1 GPU) and by nccl (disaggregated, 2 GPUs) the
+engine's greedy tokens are those of transformers on the exported weights, and checksums agree. Not
+run yet.
 """
 
 import pytest
@@ -14,7 +15,8 @@ from tests.sync.test_sender import greedy_with_transformers
 def config_for(folder, colocate: bool) -> Config:
     config = Config()
     config.model.path = str(folder)
-    config.engine.max_model_len, config.engine.max_sequences = 64, 4
+    config.engine.max_model_len = 64
+    config.engine.max_sequences = 4
     config.engine.gpu_memory_utilization = 0.3
     config.cluster.colocate = colocate
     config.sync.verify = True
@@ -25,13 +27,14 @@ def config_for(folder, colocate: bool) -> Config:
 @pytest.mark.parametrize(
     "colocate", [True, pytest.param(False, marks=pytest.mark.gpus(2))], ids=["ipc", "nccl"]
 )
-def test_d3_after_a_push_the_engine_is_the_policy(colocate, name, models, tmp_path):
+def test_d3_after_a_weight_sync_the_engine_equals_the_policy(colocate, name, models, tmp_path):
     with Cluster(config_for(models(name)[0], colocate), log=tmp_path / "log.txt") as cluster:
         rollouts = Rollouts(cluster)
-        for turn in range(2):  # the second one finds everything set up
+        for version in range(2):  # the second sync reuses the connections of the first
             cluster.to_policy()
-            rollouts.on_ranks(shake, turn)
+            rollouts.on_ranks(shake, version)
             cluster.sync()
-            rollouts.on_ranks(export, f"{tmp_path}/pushed-{turn}")
+            folder = f"{tmp_path}/synced-{version}"
+            rollouts.on_ranks(export, folder)
             found = [g.ids.tolist() for g in rollouts.ask(some_tokens())]
-            assert found == greedy_with_transformers(f"{tmp_path}/pushed-{turn}", some_tokens())[0]
+            assert found == greedy_with_transformers(folder, some_tokens())[0]

@@ -1,0 +1,157 @@
+"""Model states of each rank (ZeRO's term): weights, gradients and optimizer states, in bytes.
+
+The rank's model is built on the meta device, its buffers are laid out as in Megatron:
+
+    weights     in the policy's precision, in one buffer
+    gradients   fp32, in a buffer of the same length
+    optimizer   Adam's two moments, with bf16 also fp32 weights: this data-parallel rank's shard
+
+Experts have separate buffers, sharded over the ranks that hold the same experts.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+
+from megastep.config import Config
+from megastep.distributed import parallel
+from megastep.models.architecture import Architecture
+from megastep.policy.model import PRECISIONS, build_model
+
+# Elements; Megatron's param_and_grad_buffer.py.
+PARAM_ALIGN = 64
+BUCKET_ALIGN = 128
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """The model states of a rank of one pipeline stage."""
+
+    layers: tuple[int, ...]  # in each of its chunks: one, or one per virtual stage
+    first_layer: tuple[int, ...]  # of each chunk
+    has_embedding: bool
+    has_head: bool
+    parameters: int
+    optimizer_parameters: int  # in the largest optimizer shard of any data-parallel rank
+    weights: int  # bytes, as all below
+    gradients: int
+    optimizer: int
+    largest_weight: int  # of its layers; backward holds its gradient twice
+
+
+@dataclass(frozen=True)
+class Param:
+    elements: int
+    is_expert: bool
+    own_bucket: bool  # Megatron gives a tied embedding its own
+    in_layer: bool
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Parameters in one Megatron buffer, whose optimizer states are sharded over `ranks`."""
+
+    params: list[Param]
+    ranks: int
+
+
+def model_states(config: Config, arch: Architecture) -> list[ModelStates]:
+    """By pipeline stage; the ranks of a stage differ only in their optimizer shards."""
+    p = config.policy.parallel
+    # Data parallelism changes no shape: build the smallest world with this parallel layout.
+    ranks_per_stage = math.lcm(p.tensor * p.context, p.expert * p.expert_tensor_size)
+    world = ranks_per_stage * p.pipeline
+    return [_of_rank(config, arch, rank, world) for rank in range(0, world, ranks_per_stage)]
+
+
+def _of_rank(config: Config, arch: Architecture, rank: int, world: int) -> ModelStates:
+    layout = config.policy.parallel
+    with parallel.imagined(layout, rank, world):
+        with torch.device("meta"):
+            # Recomputation and activation offload change no model states, but may require a GPU.
+            policy = replace(config.policy, recompute=[], activation_offload_layers=0)
+            chunks = build_model(arch, policy)
+        chunk_params = [list(_params(chunk)) for chunk in chunks]
+        has_embedding = any(parallel.has_embedding(stage) for stage in range(layout.virtual))
+        has_head = any(parallel.has_head(stage) for stage in range(layout.virtual))
+    elements = 0  # with padding
+    owned = 0
+    for buffer in _buffers(config, chunk_params):
+        for bucket in _buckets(buffer):
+            elements += bucket.length
+            owned += max(bucket.owned(part, buffer.ranks) for part in range(buffer.ranks))
+    itemsize = PRECISIONS[config.policy.precision].itemsize
+    params = [param for of_chunk in chunk_params for param in of_chunk]
+    return ModelStates(
+        layers=tuple(len(chunk.decoder.layers) for chunk in chunks),
+        first_layer=tuple(chunk.decoder.layers[0].layer_number - 1 for chunk in chunks),
+        has_embedding=has_embedding,
+        has_head=has_head,
+        parameters=sum(param.elements for param in params),
+        optimizer_parameters=owned,
+        weights=elements * itemsize,
+        gradients=elements * 4,
+        optimizer=owned * (12 if itemsize == 2 else 8),  # fp32 weights need no master copy
+        largest_weight=max(param.elements for param in params if param.in_layer) * itemsize,
+    )
+
+
+def _params(chunk) -> Iterator[Param]:
+    for name, param in chunk.named_parameters():
+        yield Param(
+            elements=param.numel(),
+            is_expert=not getattr(param, "allreduce", True),
+            own_bucket=getattr(param, "shared_embedding", False),
+            in_layer=".layers." in name,
+        )
+
+
+# ---------------------------------------------------------------- buffers
+
+
+def _buffers(config: Config, chunk_params: list[list[Param]]) -> Iterator[Buffer]:
+    """For each chunk of layers, the buffer of its dense parameters and that of its experts."""
+    layout = config.policy.parallel
+    ranks_per_stage = config.policy.ranks // layout.pipeline
+    expert_ranks = ranks_per_stage // (layout.expert * layout.expert_tensor_size)
+    dense_ranks = ranks_per_stage // layout.tensor
+    for params in chunk_params:
+        dense = [param for param in params if not param.is_expert]
+        experts = [param for param in params if param.is_expert]
+        if dense:
+            yield Buffer(dense, dense_ranks)
+        if experts:
+            yield Buffer(experts, expert_ranks)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A range of a buffer, sharded evenly over the data-parallel ranks."""
+
+    spans: list[tuple[int, int]]  # of its parameters
+    length: int  # with padding
+
+    def owned(self, part: int, parts: int) -> int:
+        """Elements of parameters in a shard; padding needs no optimizer state."""
+        first = self.length // parts * part
+        last = self.length // parts * (part + 1)
+        return sum(max(min(stop, last) - max(start, first), 0) for start, stop in self.spans)
+
+
+def _buckets(buffer: Buffer) -> Iterator[Bucket]:
+    """Megatron fills a buffer from the last parameter to the first."""
+    for _, run in groupby(reversed(buffer.params), key=lambda param: param.own_bucket):
+        spans = []
+        end = 0
+        for param in run:
+            start = _pad(end, PARAM_ALIGN)
+            end = start + param.elements
+            spans.append((start, end))
+        yield Bucket(spans, _pad(end, math.lcm(buffer.ranks, BUCKET_ALIGN)))
+
+
+def _pad(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
