@@ -12,7 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from megastep.config import ConfigError, load
+from megastep.config import load
+from megastep.errors import ConfigError
 
 POLL_S = 0.5
 

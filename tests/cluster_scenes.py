@@ -1,4 +1,4 @@
-"""python -m tests.cluster_scenes SCENE MODEL_FOLDER: a cluster that comes to an end in one way or another."""
+"""python -m tests.cluster_scenes SCENE MODEL_FOLDER: a cluster for tests that end it."""
 
 import json
 import sys
@@ -20,24 +20,25 @@ def small(folder: str) -> Config:
     return config
 
 
-def push_and_generate(cluster: Cluster, folder: str) -> list[list[int]]:
-    """Greedy tokens after a push of other weights, which are exported too."""
+def sync_and_generate(cluster: Cluster, folder: str) -> list[list[int]]:
+    """Greedy tokens after a weight sync; the weights are exported too."""
     rollouts = Rollouts(cluster)
     rollouts.on_ranks(shake, 3)
     cluster.sync()
-    rollouts.on_ranks(export, f"{folder}-pushed")
+    rollouts.on_ranks(export, f"{folder}-synced")
     return [g.ids.tolist() for g in rollouts.ask(some_tokens())]
 
 
 def main(scene: str, folder: str) -> None:
     config = small(folder)
-    results, sys.stdout = sys.stdout, sys.stderr  # where a cluster shows what it waits for
+    results = sys.stdout
+    sys.stdout = sys.stderr  # progress of the cluster
     if scene == "too_small":
         config.cluster.cpus_per_process = 1000
     try:
         with Cluster(config, with_policy=scene == "interrupted") as cluster:
             if scene == "interrupted":
-                print(json.dumps(push_and_generate(cluster, folder)), file=results, flush=True)
+                print(json.dumps(sync_and_generate(cluster, folder)), file=results, flush=True)
             print("up", file=results, flush=True)
             time.sleep(600)
     except ClusterError as error:

@@ -12,7 +12,7 @@ avoid_amx()
 from tests.models import make_model
 from tests.ranks import RankPool
 
-# Those that start Ray, vLLM or Slurm. They are the last of their worker, and find the memory of the ranks free.
+# These start Ray, vLLM or Slurm. They run last, after the ranks have freed their memory.
 CLUSTERS = (
     "test_ray_job.py",
     "test_slurm.py",
@@ -24,13 +24,13 @@ CLUSTERS = (
     "test_sender.py",
     "test_fleet.py",
 )
-ONE_WORKER = CLUSTERS[:4]  # half of the time
+ONE_WORKER = CLUSTERS[:4]  # half of the run time
 pools: dict[int, RankPool] = {}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Two workers (launch/test.sh) would not have the memory for two sets of ranks, nor for many clusters at once."""
+    """With two workers (launch/test.sh): memory allows one set of ranks and few clusters."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
@@ -41,7 +41,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(items):
-    """`rollouts`, once it is up, stays up to the end."""
+    """Tests of the session fixture `rollouts` last: its cluster runs until the end."""
     items.sort(key=lambda item: (item.path.name in CLUSTERS, "rollouts" in item.fixturenames))
 
 
@@ -86,7 +86,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def rollouts(models, tmp_path_factory):
-    """Two real engines and two policy ranks on a Ray of their own, started once."""
+    """Two real engines and two policy ranks on their own Ray, started once."""
     from megastep.cluster import Cluster
     from tests.engines import Rollouts, small_cluster
 

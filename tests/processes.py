@@ -1,4 +1,4 @@
-"""Who is running, from /proc: what a test started and what it left behind."""
+"""Processes from /proc: what a test started and what it left behind."""
 
 import os
 import re
@@ -7,15 +7,16 @@ from pathlib import Path
 
 
 def descendants(pid: int) -> set[tuple[int, str]]:
-    """Every process below `pid`, as (pid, start time): a number that is used again is another process."""
+    """Every process below `pid`, as (pid, start time), since pids are reused."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 children.setdefault(int(_stat(int(entry.name))[1]), []).append(int(entry.name))
             except OSError:
-                continue  # it has just ended
-    found, pending = set(), [pid]
+                continue  # ended meanwhile
+    found: set[tuple[int, str]] = set()
+    pending = [pid]
     while pending:
         below = children.get(pending.pop(), [])
         pending += below
@@ -42,12 +43,14 @@ def alive(processes: set[tuple[int, str]]) -> list[str]:
         try:
             stat = _stat(pid)
             if stat[19] == start and stat[0] != "Z":
-                left.append(
-                    f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode()}"
-                )
+                left.append(f"{pid} {command_line(pid)}")
         except OSError:
             continue
     return left
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(bytes(1), b" ").decode()
 
 
 def shared_memory_of(processes: set[tuple[int, str]]) -> set[str]:
@@ -63,20 +66,18 @@ def shared_memory_of(processes: set[tuple[int, str]]) -> set[str]:
 
 
 def ray_folders(processes: set[tuple[int, str]]) -> set[str]:
-    """Temporary folders of the Rays that these processes belong to."""
+    """Temporary folders of the Ray instances of these processes."""
     found = set()
     for pid, _ in processes:
         try:
-            found |= set(
-                re.findall(r"/tmp/megastep-\w+", Path(f"/proc/{pid}/cmdline").read_bytes().decode())
-            )
+            found |= set(re.findall(r"/tmp/megastep-\w+", command_line(pid)))
         except OSError:
             continue
     return found
 
 
 def wait_for(condition, timeout_s: float = 90):
-    """What `condition` returns, once it is true."""
+    """The first true result of `condition`."""
     deadline = time.time() + timeout_s
     while time.time() < deadline:
         found = condition()

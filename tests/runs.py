@@ -1,4 +1,4 @@
-"""Whole runs through the command line, as tests begin them."""
+"""Whole runs through the command line."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def run(command: list[str], timeout: int = 1000) -> subprocess.CompletedProcess:
 
 
 def begin(command: list[str]) -> subprocess.Popen:
-    """In a process group of its own, as a shell would start it."""
+    """In its own process group, as a shell would start it."""
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     return subprocess.Popen(
         command,
@@ -48,7 +48,7 @@ def begin(command: list[str]) -> subprocess.Popen:
 
 
 def left(processes: set) -> list[str]:
-    """Ray's two agents take a minute to notice that its other processes have ended."""
+    """Processes still running, without Ray's two agents, which end a minute after the others."""
     return [line for line in alive(processes) if "Agent" not in line]
 
 
@@ -65,7 +65,7 @@ def exported(checkpoint, folder) -> dict:
 
 
 def trained_ids(folder, steps: int) -> list[int]:
-    """Of every step, in the lineage of checkpoints that led to the last."""
+    """Prompt ids of every training step; steps repeated after a resume count once."""
     return [
         g.id
         for n in range(1, steps + 1)

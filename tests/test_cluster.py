@@ -1,6 +1,7 @@
-"""D3: one placement group, a clear answer where it does not fit, and nothing left when it is over."""
+"""D3: one placement group, an error if it does not fit, and no process left at the end."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -28,19 +29,18 @@ def test_bundles_are_fitted_into_nodes():
         match="3 places with 12 GPU and 3 CPU in all are needed, 2 node.s. offer 4 GPU",
     ):
         check_capacity([{"CPU": 1, "GPU": 4}] * 3, [node, node])
-    with pytest.raises(
-        ClusterError, match="set cluster.colocate"
-    ):  # 8 GPUs are there, not on one node
+    # There are 8 GPUs, but not on one node.
+    with pytest.raises(ClusterError, match="set cluster.colocate"):
         check_capacity([{"CPU": 1, "GPU": 8}], [node, node])
 
 
 def test_ranks_are_numbered_node_by_node_and_gpu_by_gpu():
     where = [("b", ["0"]), ("a", ["10"]), ("a", ["2"]), ("b", ["1"]), ("a", ["9"])]
     assert node_by_node(where) == [2, 4, 1, 0, 3]
-    assert node_by_node([("a", []), ("a", [])]) == [0, 1]  # without GPUs: as they were reserved
+    assert node_by_node([("a", []), ("a", [])]) == [0, 1]  # without GPUs: in order of reservation
 
 
-def test_an_address_without_ray_is_told_at_once():
+def test_an_address_without_ray_fails_early():
     with pytest.raises(
         ClusterError, match=r"cluster.address = 127.0.0.1:1: no Ray there \(Connection refused\)"
     ):
@@ -54,9 +54,10 @@ def test_an_address_without_ray_is_told_at_once():
 
 
 @pytest.mark.parametrize("late", [2, 3])
-def test_a_ray_that_starts_too_slowly_is_started_again(late, monkeypatch):
-    """What it had started is ended first; the last time is the end."""
-    begun, others = [], subprocess.Popen(["sleep", "600"])
+def test_start_of_ray_is_retried(late, monkeypatch):
+    """Processes of a failed start are killed first; the third failure is an error."""
+    begun: list[subprocess.Popen] = []
+    others = subprocess.Popen(["sleep", "600"])
 
     def init(address):
         begun.append(subprocess.Popen(["sleep", "600"]))
@@ -89,8 +90,8 @@ def scene(name: str, folder) -> subprocess.Popen:
     )
 
 
-def test_a_cluster_that_is_too_small_is_told_at_once(models):
-    """Before anything is started in it: most of the time goes to starting Ray."""
+def test_a_cluster_that_is_too_small_fails_early(models):
+    """Before any actor starts; most of the time is the start of Ray."""
     process = scene("too_small", models("qwen3_moe")[0])
     output, _ = process.communicate(timeout=150)
     assert process.returncode == 2
@@ -102,48 +103,49 @@ def test_a_cluster_that_is_too_small_is_told_at_once(models):
 
 
 def test_nothing_is_left_behind(models):
-    """After Ctrl-C and after a killed driver; a stranger's process, whatever its name, goes on.
+    """After Ctrl-C and after a killed driver; unrelated processes survive, even with such names.
 
-    The interrupted cluster has its engine on the rank's place, and a model whose head is its embedding."""
+    The interrupted cluster is colocated, its model has tied embeddings.
+    """
     folder = models("qwen2_tied")[0]
-    stranger = subprocess.Popen(
+    unrelated = subprocess.Popen(
         ["bash", "-c", "exec -a 'ray::IDLE raylet VLLM::EngineCore' sleep 600"]
     )
     scenes = {name: scene(name, folder) for name in ("interrupted", "killed")}
     try:
         tokens = json.loads(scenes["interrupted"].stdout.readline())
-        assert tokens == greedy_with_transformers(f"{folder}-pushed", some_tokens())[0]
+        assert tokens == greedy_with_transformers(f"{folder}-synced", some_tokens())[0]
         below = {name: _up(process) for name, process in scenes.items()}
         segments = shared_memory_of(set().union(*below.values()))
-        (folder,) = ray_folders(below["interrupted"])
+        (ray_folder,) = ray_folders(below["interrupted"])
         scenes["interrupted"].send_signal(signal.SIGINT)
         scenes["killed"].kill()
         for name, process in scenes.items():
             process.wait(100)
-            assert len(below[name]) >= 8  # Ray's, the engine's three and a rank's
-            wait_for(lambda: not _left(name, below), 60)
+            assert len(below[name]) >= 8  # of Ray, three of the engine, one of the rank
+            wait_for(functools.partial(_has_ended, name, below[name]), 60)
         assert not [path for path in segments if os.path.exists(path)]
-        assert not os.path.exists(folder)
-        assert stranger.poll() is None
+        assert not os.path.exists(ray_folder)
+        assert unrelated.poll() is None
     finally:
-        for process in [stranger, *scenes.values()]:
+        for process in [unrelated, *scenes.values()]:
             process.kill()
 
 
 def _up(process: subprocess.Popen) -> set[tuple[int, str]]:
-    """Everything below the driver, once it runs."""
+    """Processes below the driver, once it is up."""
     line = process.stdout.readline()
     assert line == "up\n", line + process.stderr.read()
     return descendants(process.pid)
 
 
-def _left(name: str, below: dict) -> list[str]:
-    """Ray's two agents take a minute to notice that its other processes were killed."""
-    return [line for line in alive(below[name]) if name != "killed" or "Agent" not in line]
+def _has_ended(name: str, processes: set[tuple[int, str]]) -> bool:
+    """After a kill Ray's two agents run for another minute, which is too long to wait for."""
+    return not [line for line in alive(processes) if name != "killed" or "Agent" not in line]
 
 
-def test_nothing_listens_beyond_this_machine(rollouts):
-    """Ray, the ranks' store, gloo and vLLM: whoever can reach a port of theirs can run code as us."""
+def test_all_ports_are_local(rollouts):
+    """Ports of Ray, the ranks' store, gloo and vLLM give anyone who reaches them code execution."""
     listening = {}
     for pid, _ in descendants(os.getpid()) | {(os.getpid(), "")}:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -163,8 +165,8 @@ def test_nothing_listens_beyond_this_machine(rollouts):
     assert not beyond, beyond
 
 
-def test_ray_answers_only_those_who_know_its_token(rollouts):
-    """The token is the run's own, in a folder that only its owner can enter."""
+def test_ray_requires_its_token(rollouts):
+    """Each run has its own token, in a folder that only its owner can read."""
     path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o077 == 0
     script = (
@@ -172,13 +174,13 @@ def test_ray_answers_only_those_who_know_its_token(rollouts):
         "print(GcsClient(address=sys.argv[1]).internal_kv_keys(b'', b'session', timeout=10))"
     )
     command = [sys.executable, "-c", script, ray.get_runtime_context().gcs_address]
-    nothing = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
+    without_token = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
         "RAY_AUTH_MODE": "token"
     }
 
     def ask(**environment: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            command, env=nothing | environment, capture_output=True, text=True, timeout=120
+            command, env=without_token | environment, capture_output=True, text=True, timeout=120
         )
 
     foreign = ask(RAY_AUTH_TOKEN="0" * 64)

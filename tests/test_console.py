@@ -1,4 +1,4 @@
-"""Long work says how far it is, on a terminal and in the log of a job."""
+"""Progress on a terminal and in log files."""
 
 import io
 import re
@@ -20,7 +20,7 @@ def work(file) -> str:
     return file.getvalue()
 
 
-def test_a_log_has_a_line_for_each_state_and_nothing_else(monkeypatch):
+def test_a_log_has_one_line_per_update(monkeypatch):
     monkeypatch.setattr(console, "LOG_EVERY_S", 0.0)
     lines = work(io.StringIO()).split("\n")
     assert [line.split(" [")[0] for line in lines] == [
@@ -38,7 +38,8 @@ def test_a_log_has_a_line_for_each_state_and_nothing_else(monkeypatch):
     assert "\r" not in "".join(lines) and "%|" not in "".join(lines)
 
 
-def test_the_last_state_is_in_the_log_however_quick_it_was():
+def test_a_log_ends_with_the_last_state():
+    """Even if all updates came within LOG_EVERY_S."""
     assert [line.split(" [")[0] for line in work(io.StringIO()).splitlines()] == [
         "train: 5/8",
         "train: 8/8",
@@ -60,7 +61,7 @@ def test_a_wait_counts_its_seconds(monkeypatch):
     assert re.fullmatch(r"engines: \d+ s", last)
 
 
-def test_a_wait_on_a_terminal_is_one_line_also_if_it_fails():
+def test_a_wait_on_a_terminal_is_one_line_even_if_it_fails():
     shown = Terminal()
     try:
         with console.waiting("engines", shown):

@@ -1,4 +1,4 @@
-"""Imports go one way, and heavy libraries stay out of modules that must load quickly. Read from the source."""
+"""Imports go one way, and modules that must load quickly import no heavy library."""
 
 import ast
 from pathlib import Path
@@ -53,14 +53,14 @@ def test_imports_go_one_way():
             assert LEVEL[other] <= LEVEL[package], f"{path} imports megastep.{other}"
 
 
-def test_samples_know_no_framework():
+def test_light_packages_import_no_framework():
     for path, package, tree in modules():
         if package in ("samples", "types", "config", "models") and path.name != "folder.py":
             heavy = {n.split(".")[0] for n in imported(tree)} & FRAMEWORKS
             assert not heavy, f"{path} imports {heavy}"
 
 
-def test_one_reader_of_megatrons_parallel_state():
+def test_one_module_reads_megatrons_parallel_state():
     for path, _, tree in modules():
         if path.as_posix() != f"megastep/{MEGATRON_STATE_READER}":
             assert not any("parallel_state" in n for n in imported(tree)), path

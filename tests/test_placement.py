@@ -1,5 +1,4 @@
-"""What the cluster asks of Ray and of its parts, with all of them made up: the keys of `cluster`, and those of others
-that decide about places. tests/test_cluster.py has the real ones."""
+"""Placement with a fake Ray: what each config key requests. test_cluster.py has a real Ray."""
 
 from types import SimpleNamespace
 
@@ -14,14 +13,15 @@ CHASE = "configs/chase.yaml"
 
 
 def make(monkeypatch, *given: str, gpus: int = 0, has_cuda: bool = False, **more) -> Cluster:
-    monkeypatch.setattr(
-        cluster.ray, "cluster_resources", lambda: {"CPU": 8.0} | ({"GPU": gpus} if gpus else {})
-    )
+    resources = {"CPU": 8.0, "GPU": gpus} if gpus else {"CPU": 8.0}
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: resources)
     return Cluster(load(CHASE, list(given), has_cuda=has_cuda), **more)
 
 
 def test_bundles_are_those_of_ranks_and_engines(monkeypatch):
-    """policy.ranks, engine.num_engines, engine.tensor_parallel, cluster.cpus_per_process, cluster.colocate."""
+    """policy.ranks, engine.num_engines, engine.tensor_parallel, cluster.cpus_per_process,
+    cluster.colocate.
+    """
     given = [
         "policy.ranks=2",
         "engine.num_engines=3",
@@ -29,10 +29,9 @@ def test_bundles_are_those_of_ranks_and_engines(monkeypatch):
         "cluster.cpus_per_process=0.5",
     ]
     assert make(monkeypatch, *given)._bundles() == [{"CPU": 0.5}] * 5
-    assert (
-        make(monkeypatch, *given, gpus=8)._bundles()
-        == [{"CPU": 0.5, "GPU": 1}] * 2 + [{"CPU": 0.5, "GPU": 2}] * 3
-    )
+    of_ranks = [{"CPU": 0.5, "GPU": 1}] * 2
+    of_engines = [{"CPU": 0.5, "GPU": 2}] * 3
+    assert make(monkeypatch, *given, gpus=8)._bundles() == of_ranks + of_engines
     colocated = [*given, "engine.num_engines=1", "cluster.colocate=true"]
     assert make(monkeypatch, *colocated, gpus=8)._bundles() == [{"CPU": 1.0, "GPU": 1}] * 2
     assert make(monkeypatch, *given, with_engines=False)._bundles() == [{"CPU": 0.5}] * 2
@@ -52,22 +51,22 @@ def test_the_backend_of_the_weight_sync(given, gpus, backend, monkeypatch):
     assert make(monkeypatch, *given, gpus=gpus)._backend == backend
 
 
-def test_ray_is_started_with_its_memory_or_joined_at_its_address(monkeypatch):
+def test_a_local_ray_is_started_or_a_remote_one_joined(monkeypatch):
     """cluster.object_store_mb, cluster.address."""
-    asked = []
+    calls = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cluster.ray, "init", lambda **given: asked.append(given))
+    monkeypatch.setattr(cluster.ray, "init", lambda **given: calls.append(given))
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
     monkeypatch.setattr(cluster, "check_address", lambda address: None)
     for given in (["cluster.object_store_mb=300"], ["cluster.address=10.0.0.1:6379"]):
         one = make(monkeypatch, *given)
         one._connect()
         one._exits.close()
-    assert asked[0]["address"] == "local" and asked[0]["object_store_memory"] == 300 << 20
-    assert asked[1]["address"] == "10.0.0.1:6379" and "object_store_memory" not in asked[1]
+    assert calls[0]["address"] == "local" and calls[0]["object_store_memory"] == 300 << 20
+    assert calls[1]["address"] == "10.0.0.1:6379" and "object_store_memory" not in calls[1]
 
 
-def test_a_busy_cluster_is_waited_for_as_long_as_the_config_says(monkeypatch):
+def test_a_busy_cluster_is_an_error_after_timeout_s(monkeypatch):
     waited = []
     group = SimpleNamespace(wait=lambda seconds: waited.append(seconds))
     monkeypatch.setattr(cluster, "placement_group", lambda bundles, strategy: group)

@@ -1,4 +1,4 @@
-"""D3: secrets of environments are named in the config, read at use, written nowhere; nothing is uploaded unasked."""
+"""D3: secrets of environments are read at use and written nowhere; uploads are opt-in."""
 
 import asyncio
 import functools
@@ -25,6 +25,7 @@ from megastep.rollout.generation import Generation, Sampling
 from megastep.rollout.pool import Pool
 from megastep.rollout.renderer import Renderer
 from megastep.trainer.rundir import Run
+from megastep.types import FinishReason
 from tests.runs import LOCAL
 
 SECRET = "k-5ee8d1"
@@ -40,7 +41,7 @@ def config(*given: str):
     return load(LOCAL, [f"env.options={options}", *given])
 
 
-def test_a_variable_is_read_when_the_environment_is_made():
+def test_a_variable_is_read_when_the_environment_is_created():
     options = config().env.options
     assert SECRET not in repr(options)
     assert redaction.resolved(options) == {
@@ -49,8 +50,8 @@ def test_a_variable_is_read_when_the_environment_is_made():
     }
 
 
-def test_what_is_written_can_be_run_again(tmp_path):
-    """The name of the variable stands in config.yaml, which is for its owner alone."""
+def test_the_saved_config_can_be_run_again(tmp_path):
+    """config.yaml holds the name of the variable; only its owner can read it."""
     given = config(f"run.dir={tmp_path}", "run.name=r")
     Run.find(given, "r").create(given)
     written = tmp_path / "r" / "config.yaml"
@@ -59,58 +60,62 @@ def test_what_is_written_can_be_run_again(tmp_path):
 
 
 class Leaky(Env):
-    """Says its key where the row tells it to, after so many other characters."""
+    """Leaks its key in the method `where` of the row, after `before` other characters."""
 
     def __init__(self, row, *, api_key: str):
-        self.row, self.said = (
-            row,
-            row["before"] * "x" + row.get("form", str)(api_key) + " was refused",
-        )
-        if row["where"] == "made":
-            raise RuntimeError(self.said)
+        form = row.get("form", str)
+        self.row = row
+        self.leak = row["before"] * "x" + form(api_key) + " was refused"
+        if row["where"] == "init":
+            raise RuntimeError(self.leak)
 
     async def start(self):
         if self.row["where"] == "start":
-            raise RuntimeError(self.said)
-        return self.said if self.row["where"] == "message" else [{"role": "user", "content": "?"}]
+            raise RuntimeError(self.leak)
+        return self.leak if self.row["where"] == "message" else [{"role": "user", "content": "?"}]
 
     async def step(self, text, ids) -> Outcome:
         if self.row["where"] == "step":
-            raise RuntimeError(self.said)
+            raise RuntimeError(self.leak)
         if self.row["where"] == "outcome":
-            return [self.said]
-        return Outcome(done=True, metrics={"said": self.said, self.said: [self.said]})
+            return [self.leak]
+        return Outcome(done=True, metrics={"text": self.leak, self.leak: [self.leak]})
 
     async def close(self):
         if self.row["where"] == "close":
-            raise RuntimeError(self.said)
+            raise RuntimeError(self.leak)
 
 
 async def ends_at_once(*_, **__):
     return Generation(
-        np.array([3], np.int32), np.zeros(1, np.float32), np.array([[0, 1]], np.int32), "stop"
+        np.array([3], np.int32),
+        np.zeros(1, np.float32),
+        np.array([[0, 1]], np.int32),
+        FinishReason.STOP,
     )
 
 
-def said_by(row: dict) -> str:
-    """All that is kept of an episode's metrics."""
+def metrics_of(row: dict) -> str:
+    """The metrics of an episode, as JSON."""
     pool = Pool(agent(ends_at_once), Leaky, 1, 1, {"api_key": "${env:LOOKUP_KEY}"})
     (group,) = asyncio.run(pool.run([Prompt(0, row)]))
     return json.dumps(group.trajectories[0].env_metrics)
 
 
 @pytest.mark.parametrize(
-    "where", ["made", "start", "message", "step", "outcome", "close", "metrics"]
+    "where", ["init", "start", "message", "step", "outcome", "close", "metrics"]
 )
 @pytest.mark.parametrize("before", [0, 20, 45, 60, 270, 290, 985])
-def test_what_an_environment_says_is_kept_free_of_the_value(where, before, monkeypatch):
-    """Real episodes: what an exception says goes into metrics and rollout files. Texts are cut at 80, 300 and 1000
-    characters, and what is left of a value at the cut would not be found."""
+def test_texts_of_an_environment_are_redacted(where, before, monkeypatch):
+    """Real episodes: texts of exceptions are in metrics and rollout files.
+
+    Texts are cut at 80, 300 and 1000 characters; the rest of a value at the cut must be hidden too.
+    """
     key = "".join(chr(ord("A") + i % 26) for i in range(43))
     monkeypatch.setenv("LOOKUP_KEY", key)
-    said = said_by({"where": where, "before": before})
-    assert "xxx" in said or not before
-    assert not any(key[i : i + 4] in said for i in range(40)), said
+    metrics = metrics_of({"where": where, "before": before})
+    assert "xxx" in metrics or not before
+    assert not any(key[i : i + 4] in metrics for i in range(40)), metrics
 
 
 @pytest.mark.parametrize(
@@ -121,11 +126,11 @@ def test_what_an_environment_says_is_kept_free_of_the_value(where, before, monke
     [str, repr, lambda key: " ".join(key.split()), lambda key: quote(key, safe="")],
     ids=["plain", "repr", "one line", "quoted"],
 )
-def test_the_value_is_found_however_it_is_written(value, form, monkeypatch):
+def test_every_form_of_the_value_is_redacted(value, form, monkeypatch):
     monkeypatch.setenv("LOOKUP_KEY", value)
     for where in ("start", "metrics"):
-        said = json.loads(said_by({"where": where, "before": 0, "form": form}))
-        text = said["error"] if where == "start" else said["said"]
+        metrics = json.loads(metrics_of({"where": where, "before": 0, "form": form}))
+        text = metrics["error"] if where == "start" else metrics["text"]
         assert re.fullmatch(r"(RuntimeError: )?\W*\*\*\*\W*( was refused)", text), text
 
 
@@ -164,14 +169,14 @@ def agent(generate) -> Agent:
         "auth_tokens",
     ],
 )
-def test_values_under_such_keys_are_left_out(key, tmp_path):
+def test_values_under_secret_keys_are_redacted(key, tmp_path):
     given = load(LOCAL, [f"env.options={json.dumps({key: SECRET, 'deep': [{key: SECRET}]})}"])
     assert SECRET not in to_yaml(given) and SECRET not in repr(redaction.redacted(asdict(given)))
     (tmp_path / "config.yaml").write_text(to_yaml(given))
     with pytest.raises(ConfigError) as error:
         load(tmp_path / "config.yaml")
     assert error.value.problems[0].startswith(
-        f"env.options.{key} = ***: a secret was left out when this file was"
+        f"env.options.{key} = ***: a secret was removed when this file was"
     )
 
 
@@ -179,9 +184,8 @@ def test_values_under_such_keys_are_left_out(key, tmp_path):
     "key", ["max_tokens", "tokens", "keyboard", "monkey", "keyed", "author", "token_limit"]
 )
 def test_values_under_other_keys_are_kept(key):
-    assert yaml.safe_load(to_yaml(load(LOCAL, [f"env.options.{key}=plain"])))["env"]["options"] == {
-        key: "plain"
-    }
+    text = to_yaml(load(LOCAL, [f"env.options.{key}=plain"]))
+    assert yaml.safe_load(text)["env"]["options"] == {key: "plain"}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +204,7 @@ def test_values_under_other_keys_are_kept(key):
     ],
 )
 @pytest.mark.parametrize("key", ["password", "credentials", "apiKeys"])
-def test_all_that_stands_below_such_a_key_is_left_out(key, below, written, tmp_path):
+def test_everything_below_a_secret_key_is_redacted(key, below, written, tmp_path):
     given = load(LOCAL, [f"env.options={{{key}: {below}}}"])
     text = to_yaml(given)
     assert yaml.safe_load(text)["env"]["options"] == {key: written}
@@ -208,7 +212,7 @@ def test_all_that_stands_below_such_a_key_is_left_out(key, below, written, tmp_p
     if "***" not in repr(written):
         assert load(tmp_path / "config.yaml").env.options == given.env.options
         return
-    with pytest.raises(ConfigError, match=rf"env.options.{key}\S* = \*\*\*: a secret was left out"):
+    with pytest.raises(ConfigError, match=rf"env.options.{key}\S* = \*\*\*: a secret was removed"):
         load(tmp_path / "config.yaml")
 
 
@@ -225,11 +229,11 @@ def test_all_that_stands_below_such_a_key_is_left_out(key, below, written, tmp_p
         ("/s?x-api%2Dkey=pw1", "/s?x-api%2Dkey=***"),
     ],
 )
-def test_secrets_in_an_address_are_left_out(address, written, tmp_path):
+def test_secrets_in_an_address_are_redacted(address, written, tmp_path):
     text = to_yaml(load(LOCAL, [f"env.options.url={address}"]))
     assert yaml.safe_load(text)["env"]["options"]["url"] == written
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="env.options.url = .*a secret was left out"):
+    with pytest.raises(ConfigError, match="env.options.url = .*a secret was removed"):
         load(tmp_path / "config.yaml")
 
 
@@ -248,42 +252,43 @@ def test_secrets_in_an_address_are_left_out(address, written, tmp_path):
     ],
 )
 def test_addresses_without_a_secret_are_kept(address):
-    assert (
-        yaml.safe_load(to_yaml(load(LOCAL, [f"env.options.url={address}"])))["env"]["options"][
-            "url"
-        ]
-        == address
-    )
+    text = to_yaml(load(LOCAL, [f"env.options.url={address}"]))
+    assert yaml.safe_load(text)["env"]["options"]["url"] == address
 
 
-def test_a_variable_that_is_not_set_is_told_before_anything_starts():
+def test_an_unset_variable_is_a_config_error():
     with pytest.raises(ConfigError) as error:
         load(LOCAL, ["env.options.api_key=${env:NO_SUCH_VARIABLE}"])
     (line,) = error.value.problems
-    assert (
-        line
-        == "env.options.api_key = ${env:NO_SUCH_VARIABLE}: the environment variable NO_SUCH_VARIABLE is not set"
+    assert line == (
+        "env.options.api_key = ${env:NO_SUCH_VARIABLE}: the environment variable NO_SUCH_VARIABLE "
+        "is not set"
     )
 
 
 # ---------------------------------------------------------------- W&B
 
 
-def test_a_key_alone_uploads_nothing(tmp_path):
-    """A real wandb in a process of its own: with WANDB_API_KEY set, files are written and nobody is called."""
-    script = (
-        "import sys\nfrom pathlib import Path\nfrom megastep.config import load\n"
-        "from megastep.report.metrics_log import MetricsLog\n"
-        f"config = load({LOCAL!r}, ['run.wandb_project=mine', 'env.options.password={SECRET}'])\n"
-        "with MetricsLog.of_run(Path(sys.argv[1]), -1, config) as log: log.write(1, {'train/loss': 1.0})"
-    )
+LOG_A_ROW = f"""
+import sys
+from pathlib import Path
+from megastep.config import load
+from megastep.report.metrics_log import MetricsLog
+
+config = load({LOCAL!r}, ["run.wandb_project=mine", "env.options.password={SECRET}"])
+with MetricsLog.of_run(Path(sys.argv[1]), -1, config) as log:
+    log.write(1, {{"train/loss": 1.0}})
+"""
+
+
+def test_an_api_key_alone_uploads_nothing(tmp_path):
+    """A real wandb in its own process: with WANDB_API_KEY set it still writes files only."""
     folder = tmp_path / "r"
     folder.mkdir()
-    environment = {k: v for k, v in os.environ.items() if k != "WANDB_MODE"} | {
-        "WANDB_API_KEY": "0" * 40
-    }
+    environment = {k: v for k, v in os.environ.items() if k != "WANDB_MODE"}
+    environment["WANDB_API_KEY"] = "0" * 40
     done = subprocess.run(
-        [sys.executable, "-c", script, folder],
+        [sys.executable, "-c", LOG_A_ROW, folder],
         env=environment,
         capture_output=True,
         text=True,
@@ -297,7 +302,8 @@ def test_a_key_alone_uploads_nothing(tmp_path):
 
 
 class Recorder:
-    url, id = "https://there/mine/abc", "abc"
+    url = "https://there/mine/abc"
+    id = "abc"
 
     def __init__(self, **given):
         self.given = given
@@ -313,30 +319,26 @@ def started(monkeypatch):
     return found
 
 
-def test_uploading_is_said_with_its_place(tmp_path, started, capsys):
+def test_an_upload_is_reported_with_its_url(tmp_path, started, capsys):
     given = config(
         "run.wandb=online", "run.wandb_project=p", "run.wandb_entity=e", "run.wandb_id=mine"
     )
     MetricsLog.of_run(tmp_path, -1, given)
-    assert (
-        capsys.readouterr().out
-        == "metrics and config are uploaded to W&B: https://there/mine/abc\n"
-    )
-    (place,) = started
-    assert (place["project"], place["entity"], place["id"], place["mode"]) == (
-        "p",
-        "e",
-        "mine",
-        "online",
-    )
-    assert SECRET not in repr(place["config"])
+    line = "metrics and config are uploaded to W&B: https://there/mine/abc\n"
+    assert capsys.readouterr().out == line
+    (arguments,) = started
+    wanted = {"project": "p", "entity": "e", "id": "mine", "mode": "online"}
+    assert arguments.items() >= wanted.items()
+    assert SECRET not in repr(arguments["config"])
 
 
-def test_equal_names_never_merge_and_a_resumed_run_goes_on(tmp_path):
-    one, two = tmp_path / "a" / "same", tmp_path / "b" / "same"
+def test_wandb_ids_are_unique_and_survive_a_resume(tmp_path):
+    """Two runs of one name must not merge."""
+    one = tmp_path / "a" / "same"
+    two = tmp_path / "b" / "same"
     for folder in (one, two):
         folder.mkdir(parents=True)
     first = _wandb_id(one, is_new=True)
     assert first != _wandb_id(two, is_new=True)
     assert _wandb_id(one, is_new=False) == first  # resumed
-    assert _wandb_id(one, is_new=True) != first  # begun anew
+    assert _wandb_id(one, is_new=True) != first  # restarted from scratch

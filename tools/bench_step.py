@@ -1,18 +1,18 @@
-"""Where the time of a training step goes.
+"""Time of the parts of a training step.
 
     python tools/bench_step.py [CONFIG] [--steps N] [key=value ...]
 
-Runs the job of CONFIG for N steps without its warm start, in a temporary run directory, and takes the median over the
-steps but the first, which pays for caches:
+Runs CONFIG for N training steps without its warm start, in a temporary run directory. Medians over
+the steps but the first, which fills caches:
 
-    rollout   engines and agents: the driver plays the environments and renders prompts while engines sample
-    layout    credit, folding, packing: the driver
-    update    policy ranks; sending them their micro-batches included
-    sync      weights into the engines
-    other     filters, metrics, logs, from the end of a step to the end of the next: the driver
+    rollout   engines and agents: the driver runs environments and renders prompts
+    pack      advantages, trie, packing, in the driver
+    update    policy ranks, with the transfer of their micro-batches
+    sync      weight sync
+    other     filters, metrics and logs, in the driver
 
-`driver_share` is (layout + other) / step: what the driver adds while neither engines nor ranks work. Bar: 5%; a
-missed one is printed. The last line is JSON.
+`driver_share` is (pack + other) / step: driver time while neither engines nor ranks work. Bar: 5%;
+a missed bar is printed. The last line is JSON.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from statistics import median
 
 from megastep.report.metrics_log import read_metrics
 
-PARTS = ("rollout", "layout", "update", "sync")
+PARTS = ("rollout", "pack", "update", "sync")
 BAR = 0.05
 
 
 def measure(config: str, steps: int, overrides: list[str]) -> list[dict[str, float]]:
-    """Seconds of the parts of each step, and of all of it."""
+    """Seconds of each training step and of its parts."""
     with tempfile.TemporaryDirectory() as folder:
         given = [
             f"run.dir={folder}",
@@ -42,6 +42,7 @@ def measure(config: str, steps: int, overrides: list[str]) -> list[dict[str, flo
             "eval.samples_per_prompt=1",
             "optimizer.warmup_steps=0",
             "checkpoint.every_steps=0",
+            "checkpoint.every_minutes=0",
             *overrides,
         ]
         subprocess.run([sys.executable, "-m", "megastep", "train", config, *given], check=True)
@@ -58,7 +59,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", nargs="?", default="configs/local.yaml")
-    parser.add_argument("--steps", type=int, default=8, help="how many to take")
+    parser.add_argument("--steps", type=int, default=8, help="training steps to measure")
     args, overrides = parser.parse_known_args()
     steps = measure(args.config, args.steps, overrides)
     for step in steps:
@@ -66,13 +67,10 @@ def main() -> int:
     seconds = {name: median(step[name] for step in steps) for name in (*PARTS, "other", "step")}
     for name, value in seconds.items():
         print(f"{name:<10}{value:8.3f} s {value / seconds['step']:7.1%}")
-    share = median((step["layout"] + step["other"]) / step["step"] for step in steps)
+    share = median((step["pack"] + step["other"]) / step["step"] for step in steps)
     print("the bar is met" if share <= BAR else f"the bar of {BAR:.0%} is missed")
-    print(
-        json.dumps(
-            {"driver_share": round(share, 4), **{f"{n}_s": round(v, 4) for n, v in seconds.items()}}
-        )
-    )
+    result = {"driver_share": share} | {f"{name}_s": value for name, value in seconds.items()}
+    print(json.dumps({name: round(value, 4) for name, value in result.items()}))
     return 0
 
 

@@ -18,9 +18,11 @@ from typing import Any
 
 from megastep import redaction
 from megastep.config.schema import (
+    ESTIMATORS,
     FLOAT_LIMIT,
     GPU_BACKENDS,
     INT_LIMIT,
+    AdvantageConfig,
     Config,
     EngineConfig,
     LossConfig,
@@ -39,6 +41,7 @@ _RAY_STORE_MB = 75
 _LEAST_TEMPERATURE = 0.01
 _MAX_TEXT = 4096  # characters: the longest path
 _MAX_NAME = 200  # bytes: file systems allow 255, and suffixes follow
+_TEMPORAL_ESTIMATORS = ("gae", "reinforce++")
 _RECOMPUTED = ("full", "core_attn", "mlp", "moe", "moe_act", "layernorm")
 
 
@@ -53,6 +56,7 @@ def validate(
     problems = _Problems(has_cuda)
     _check_limits(config, problems)
     _check_texts(config, problems)
+    _check_estimator(config.advantage, problems)
     _check_fields(config, problems)
     _check_rollout(config, problems)
     _check_recomputation(config.policy, problems)
@@ -166,6 +170,17 @@ def _check_fields(config: Config, problems: _Problems) -> None:
         bounds = found.metadata["bounds"]
         if value is not None and any(bound is not None for bound in bounds.values()):
             problems.check(is_within(value, **bounds), key, value, bounds_text(**bounds))
+
+
+def _check_estimator(advantage: AdvantageConfig, problems: _Problems) -> None:
+    """Estimators of other trainers: the reason, in place of the list of choices alone."""
+    if advantage.estimator in _TEMPORAL_ESTIMATORS:
+        problems.reject(
+            "advantage.estimator",
+            advantage.estimator,
+            "temporal estimators give per-token values across steps, which one advantage per step "
+            f"cannot represent; use one of {', '.join(ESTIMATORS)}",
+        )
 
 
 def is_within(value: float, ge=None, gt=None, le=None, lt=None) -> bool:

@@ -1,9 +1,9 @@
-"""What every case of bad input must lead to: exit code 2, one line per problem, no traceback, no process started.
+"""Bad input must end with exit code 2 and one line per problem: no traceback, no new process.
 
     refused("train", CONFIG, "optimizer.lr=inf", names="optimizer.lr")
 
-Commands run inside the test process: hundreds of cases fit into two minutes. A hang is cut off by an alarm, and a
-command that would start Ray has accepted the input, which fails the case.
+Commands run inside the test process, so that hundreds of cases take two minutes. An alarm ends a
+hang. A command that would start Ray has accepted the input, which fails the case.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ LINE_LENGTH = 600
 
 
 class Accepted(BaseException):
-    """The command went on to start processes. No `except Exception` may swallow it."""
+    """The command was about to start processes. No `except Exception` may swallow it."""
 
 
 class Hang(BaseException):
@@ -42,7 +42,7 @@ class Result:
 @contextlib.contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
     def ring(*_):
-        raise Hang(f"no answer within {seconds} s")
+        raise Hang(f"no result within {seconds} s")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.alarm(seconds)
@@ -55,10 +55,10 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_processes() -> Iterator[None]:
-    """Whoever starts Ray here has accepted the input."""
+    """Raises Accepted where Ray would be started."""
 
     def accepted(*_, **__):
-        raise Accepted("the command went on to start Ray")
+        raise Accepted("the command was about to start Ray")
 
     with (
         mock.patch("ray.init", accepted),
@@ -68,9 +68,10 @@ def no_processes() -> Iterator[None]:
 
 
 def run(*argv: str, limit_s: int = LIMIT_S) -> Result:
-    """`megastep ARGV` in this process. An exception that leaves the command is the test's failure."""
-    out, err = io.StringIO(), io.StringIO()
-    term = signal.getsignal(signal.SIGTERM)  # the command takes it
+    """`megastep ARGV` in this process; exceptions that leave the command propagate."""
+    out = io.StringIO()
+    err = io.StringIO()
+    term = signal.getsignal(signal.SIGTERM)  # the command replaces it
     with (
         no_processes(),
         time_limit(limit_s),
@@ -87,7 +88,7 @@ def run(*argv: str, limit_s: int = LIMIT_S) -> Result:
 
 
 def refused(*argv: str, names: str = "", limit_s: int = LIMIT_S) -> list[str]:
-    """The lines of a refusal, one for each problem; `names`: what one of them must mention."""
+    """The error lines, one per problem; `names`: text that one of them must contain."""
     result = run(*argv, limit_s=limit_s)
     assert result.code == 2, f"exit code {result.code}\n{result.err}"
     check_lines(result.lines, names)
@@ -95,13 +96,12 @@ def refused(*argv: str, names: str = "", limit_s: int = LIMIT_S) -> list[str]:
 
 
 def check_lines(lines: list[str], names: str = "") -> None:
-    assert lines, "refused without a word"
+    assert lines, "rejected without a message"
     assert not any("Traceback" in line for line in lines), "\n".join(lines)
-    told = [
-        line for line in lines if line.startswith(("error: ", "megastep", "usage: ", "warning: "))
-    ]
-    assert told == lines or lines[0].startswith("usage: "), "\n".join(lines)
-    assert all(len(line) <= LINE_LENGTH for line in lines), (
-        f"a line of {max(map(len, lines))} characters"
-    )
-    assert any(names in line for line in lines), f"{names!r} is not named in\n" + "\n".join(lines)
+    text = "\n".join(lines)
+    prefixes = ("error: ", "megastep", "usage: ", "warning: ")
+    is_usage = lines[0].startswith("usage: ")
+    assert is_usage or all(line.startswith(prefixes) for line in lines), text
+    longest = max(map(len, lines))
+    assert longest <= LINE_LENGTH, f"a line of {longest} characters"
+    assert any(names in line for line in lines), f"{names!r} is not in\n{text}"

@@ -1,4 +1,4 @@
-"""Checkpoints, origin.json and run directories from elsewhere: refused by name before any process starts."""
+"""Bad checkpoints, origin.json and run directories: one line before any process starts."""
 
 import io
 import json
@@ -51,23 +51,22 @@ def resume(checkpoint: Path) -> tuple[str, ...]:
     return "train", CONFIG, f"run.dir={checkpoint.parent / 'runs'}", f"run.resume={checkpoint}"
 
 
-def play(checkpoint: Path) -> tuple[str, ...]:
-    """The same checks of the folder; the loop's state is not needed, nor data and tokenizer before it."""
+def evaluate(checkpoint: Path) -> tuple[str, ...]:
+    """The same checks of the folder, without loop state, data and tokenizer."""
     return "eval", CONFIG, f"run.dir={checkpoint.parent / 'runs'}", f"run.resume={checkpoint}"
 
 
 def export_refused(checkpoint: Path, names: str) -> None:
     done = convert("export", checkpoint, checkpoint.parent / "exported")
-    lines = [
-        line for line in done.stderr.splitlines() if line and not line.startswith("export:")
-    ]  # the bar
+    # "export:" begins the lines of the progress bar.
+    lines = [line for line in done.stderr.splitlines() if line and not line.startswith("export:")]
     assert done.returncode == 2, done.stderr
     check_lines(lines, names)
     assert len(lines) == 1 and not list(checkpoint.parent.glob("exported*"))
 
 
-def test_the_checkpoint_itself_is_accepted(copy):
-    """Else the cases below would prove nothing."""
+def test_a_valid_checkpoint_is_accepted(copy):
+    """The baseline of the cases below."""
     with pytest.raises(Accepted):
         run(*resume(copy))
     assert convert("export", copy, copy.parent / "exported").returncode == 0
@@ -75,18 +74,18 @@ def test_the_checkpoint_itself_is_accepted(copy):
 
 @pytest.mark.parametrize("where", [".metadata", "common.pt", MANIFEST, *OTHER_FILES])
 def test_code_in_a_checkpoint_is_never_run(where, copy, tmp_path):
-    """By whoever reads it, though sizes and hashes fit."""
+    """By no reader, even if sizes and hashes match."""
     marker = tmp_path / "marker"
     plant(copy, where, marker)
     if where != "hf/config.json":  # resuming uses that of model.path
         refused(*resume(copy), names=str(copy))
-    if where not in ("loop.json", "ready.safetensors"):  # an export has no use for these
+    if where not in ("loop.json", "ready.safetensors"):  # export does not read these
         export_refused(copy, str(copy))
     assert not marker.exists()
 
 
 def test_code_in_a_tensor_is_never_run(copy, tmp_path):
-    """Ranks read tensors; see tests/checkpoint/test_saver.py for those."""
+    """Ranks: see tests/checkpoint/test_saver.py."""
     marker = tmp_path / "marker"
     plant(copy, "tensor", marker)
     export_refused(copy, str(copy))
@@ -145,18 +144,18 @@ MANIFESTS = {
 @pytest.mark.parametrize(
     "key, value", [(key, value) for key, values in MANIFESTS.items() for value in values], ids=str
 )
-def test_a_manifest_of_other_types_is_refused(key, value, copy):
+def test_a_manifest_with_wrong_types_is_rejected(key, value, copy):
     rewrite(copy / MANIFEST, **{key: value})
-    (line,) = refused(*play(copy), names=str(copy))
+    (line,) = refused(*evaluate(copy), names=str(copy))
     assert str(key) in line or "format" in line or "missing" in line
 
 
 @pytest.mark.parametrize("key", ["format", "step", "model", "layout", "with_optimizer", "files"])
-def test_a_manifest_without_an_entry_is_refused(key, copy):
+def test_a_manifest_without_an_entry_is_rejected(key, copy):
     manifest = json.loads((copy / MANIFEST).read_text())
     del manifest[key]
     (copy / MANIFEST).write_text(json.dumps(manifest))
-    refused(*play(copy), names=f"{copy / MANIFEST}: {key}")
+    refused(*evaluate(copy), names=f"{copy / MANIFEST}: {key}")
 
 
 TEXTS = [
@@ -175,15 +174,15 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:12] or "empty")
 @pytest.mark.parametrize("file", [MANIFEST, "loop.json", "metadata.json"])
-def test_a_file_that_is_no_json_object_is_refused(file, text, copy):
+def test_a_file_without_a_json_object_is_rejected(file, text, copy):
     (copy / file).write_text(text)
     if file != MANIFEST:
         seal_again(copy)
-    refused(*(resume if file == "loop.json" else play)(copy), names=str(copy / file))
+    refused(*(resume if file == "loop.json" else evaluate)(copy), names=str(copy / file))
 
 
 @pytest.mark.parametrize("file", [MANIFEST, "loop.json", "metadata.json", "../origin.json"])
-def test_bytes_that_are_no_text_are_refused(file, copy):
+def test_bytes_that_are_not_text_are_rejected(file, copy):
     folder = copy.parent / "runs" / "r"
     folder.mkdir(parents=True)
     path = folder / "origin.json" if "origin" in file else copy / file
@@ -207,7 +206,7 @@ LOOPS = {
 @pytest.mark.parametrize(
     "key, value", [(key, value) for key, values in LOOPS.items() for value in values], ids=str
 )
-def test_a_loop_state_of_other_types_is_refused(key, value, copy):
+def test_a_loop_state_with_wrong_types_is_rejected(key, value, copy):
     rewrite(copy / "loop.json", **{key: value})
     seal_again(copy)
     refused(*resume(copy), names=f"{copy / 'loop.json'}: ")
@@ -228,7 +227,7 @@ ORIGINS = [
 
 
 @pytest.mark.parametrize("text", ORIGINS, ids=lambda text: text[:40] or "empty")
-def test_an_origin_of_other_types_is_refused(text, tmp_path):
+def test_an_origin_with_wrong_types_is_rejected(text, tmp_path):
     folder = tmp_path / "r"
     folder.mkdir()
     (folder / "origin.json").write_text(text)
@@ -236,7 +235,7 @@ def test_an_origin_of_other_types_is_refused(text, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "start"])
-def test_a_file_in_the_place_of_the_checkpoints_is_refused(name, tmp_path):
+def test_a_file_in_place_of_the_checkpoints_folder_is_rejected(name, tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / name).write_text("")
     for command in ("train", "eval"):
@@ -268,11 +267,11 @@ LONG = "long" * 75  # a name may have 255 bytes
     ],
     ids=lambda argv: " ".join(argv).replace(LONG, "LONG"),
 )
-def test_a_name_that_no_file_can_have_is_refused(argv):
+def test_an_overlong_file_name_is_rejected(argv):
     refused(*argv, names=LONG[:80])
 
 
-def test_an_origin_with_a_name_that_no_file_can_have_is_refused(tmp_path):
+def test_an_origin_with_an_overlong_file_name_is_rejected(tmp_path):
     (tmp_path / "origin.json").write_text(json.dumps({"checkpoint": f"/{LONG}", "reference": None}))
     refused(
         "train",
@@ -294,7 +293,7 @@ def test_an_origin_with_a_name_that_no_file_can_have_is_refused(tmp_path):
 def test_a_missing_file_is_named(files, names, copy):
     for file in files:
         (copy / file).unlink()
-    refused(*play(copy), names=names)
+    refused(*evaluate(copy), names=names)
 
 
 def metadata_with(copy: Path, change) -> None:
@@ -305,12 +304,12 @@ def metadata_with(copy: Path, change) -> None:
     seal_again(copy)
 
 
-def lead_outside(found):
+def point_outside(found):
     for place in found.storage_data.values():
         place.relative_path = "../../elsewhere.distcp"
 
 
-def lie_about_offsets(found):
+def move_offsets_beyond_the_end(found):
     for place in found.storage_data.values():
         place.offset = 1 << 60
 
@@ -327,8 +326,8 @@ def make_shapes_strings(found):
 @pytest.mark.parametrize(
     "change",
     [
-        lead_outside,
-        lie_about_offsets,
+        point_outside,
+        move_offsets_beyond_the_end,
         drop_descriptions,
         make_shapes_strings,
         lambda found: [1, 2],
@@ -337,9 +336,9 @@ def make_shapes_strings(found):
     ],
     ids=lambda change: change.__name__,
 )
-def test_metadata_that_misleads_is_refused(change, copy):
+def test_wrong_metadata_is_rejected(change, copy):
     metadata_with(copy, change)
-    refused(*play(copy), names=f"{copy / '.metadata'}: ")
+    refused(*evaluate(copy), names=f"{copy / '.metadata'}: ")
     export_refused(copy, f"{copy / '.metadata'}: ")
 
 
@@ -348,9 +347,11 @@ def first_tensor(found):
     return next(stored for stored in found.state_dict_metadata.values() if len(stored.size) == 2)
 
 
-def cut_into(*corners):
-    """The first tensor's chunks: (offsets, sizes) from its size; the first keeps its place in the files, and others
-    get the same."""
+def chunked(*corners):
+    """Replaces the first tensor's chunks; corners return (offsets, sizes) for the tensor's size.
+
+    All chunks are stored at the place of the original one.
+    """
 
     def change(found):
         key, stored = next(
@@ -371,12 +372,12 @@ def cut_into(*corners):
     return change
 
 
-def store_nothing(found):
+def remove_from_storage(found):
     del found.storage_data[next(iter(found.storage_data))]
 
 
 def move_one(found):
-    """Its place in the files is not moved."""
+    """In the metadata, not in the files."""
     stored = first_tensor(found)
     stored.chunks = [ChunkStorageMetadata(torch.Size([-5, 0]), stored.size)]
 
@@ -386,64 +387,62 @@ def call_it_int8(found):
 
 
 UNCOVERED = {
-    "no chunk": cut_into(),
-    "a smaller chunk": cut_into(lambda rows, columns: ([0, 0], [1, 1])),
-    "a larger chunk": cut_into(lambda rows, columns: ([0, 0], [rows + 1, columns])),
-    "a chunk of fewer dimensions": cut_into(lambda rows, columns: ([0], [rows * columns])),
-    "a chunk before the beginning": cut_into(lambda rows, columns: ([-5, 0], [rows, columns])),
-    "a chunk of negative size": cut_into(lambda rows, columns: ([0, 0], [-rows, -columns])),
-    "a chunk beyond the end": cut_into(
+    "no chunk": chunked(),
+    "a smaller chunk": chunked(lambda rows, columns: ([0, 0], [1, 1])),
+    "a larger chunk": chunked(lambda rows, columns: ([0, 0], [rows + 1, columns])),
+    "a chunk of fewer dimensions": chunked(lambda rows, columns: ([0], [rows * columns])),
+    "a chunk before the beginning": chunked(lambda rows, columns: ([-5, 0], [rows, columns])),
+    "a chunk of negative size": chunked(lambda rows, columns: ([0, 0], [-rows, -columns])),
+    "a chunk beyond the end": chunked(
         lambda rows, columns: ([0, 0], [rows, columns]),
         lambda rows, columns: ([rows, 0], [1, columns]),
     ),
-    "a missing half": cut_into(lambda rows, columns: ([0, 0], [rows // 2, columns])),
-    "halves that overlap": cut_into(
+    "a missing half": chunked(lambda rows, columns: ([0, 0], [rows // 2, columns])),
+    "halves that overlap": chunked(
         lambda rows, columns: ([0, 0], [rows // 2 + 1, columns]),
         lambda rows, columns: ([rows // 2, 0], [rows - rows // 2, columns]),
     ),
-    "a hole as large as an overlap": cut_into(
+    "a hole as large as an overlap": chunked(
         lambda rows, columns: ([0, 0], [2, columns]),
         lambda rows, columns: ([1, 0], [rows - 2, columns]),
     ),
-    "a missing quarter": cut_into(
+    "a missing quarter": chunked(
         lambda rows, columns: ([0, 0], [1, 1]),
         lambda rows, columns: ([1, 0], [rows - 1, 1]),
         lambda rows, columns: ([0, 1], [1, columns - 1]),
     ),
     "a chunk twice": lambda found: first_tensor(found).chunks.append(first_tensor(found).chunks[0]),
-    "a chunk that is not stored": store_nothing,
+    "a chunk that is not stored": remove_from_storage,
     "a chunk elsewhere than stored": move_one,
     "integers": call_it_int8,
 }
 
 
 @pytest.mark.parametrize("change", UNCOVERED.values(), ids=UNCOVERED)
-def test_a_tensor_that_is_not_stored_whole_is_refused(change, copy):
-    """What is not read would be weights from uninitialised memory."""
+def test_a_tensor_that_its_chunks_do_not_cover_is_rejected(change, copy):
+    """The rest would be uninitialized memory."""
     metadata_with(copy, change)
-    refused(*play(copy), names=f"{copy / '.metadata'}: ")
+    refused(*evaluate(copy), names=f"{copy / '.metadata'}: ")
     export_refused(copy, f"{copy / '.metadata'}: ")
 
 
-def test_thousands_of_chunks_are_checked_in_a_moment():
-    """Each by its own row and column."""
+def test_thousands_of_chunks_are_checked_within_seconds():
     chunks = [
         ChunkStorageMetadata(torch.Size([row, column]), torch.Size([1, 1]))
         for row in range(200)
         for column in range(200)
     ]
     begin = time.monotonic()
-    assert _covers(torch.Size([200, 200]), chunks) and not _covers(
-        torch.Size([200, 200]), chunks[1:]
-    )
+    assert _covers(torch.Size([200, 200]), chunks)
+    assert not _covers(torch.Size([200, 200]), chunks[1:])
     assert time.monotonic() - begin < 2
 
 
 @pytest.mark.parametrize(
     "kind", [list, dict, torch.zeros(3), torch.zeros(1, 1), torch.zeros(1, 1, 1)], ids=str
 )
-def test_a_tensor_of_another_shape_in_the_files_is_refused(kind, copy):
-    """The metadata is right; what it leads to is not."""
+def test_a_stored_tensor_of_another_shape_is_rejected(kind, copy):
+    """The metadata is valid, the file content is not."""
     blob = io.BytesIO()
     torch.save(kind if isinstance(kind, torch.Tensor) else kind(), blob)
 
@@ -461,8 +460,8 @@ def test_a_tensor_of_another_shape_in_the_files_is_refused(kind, copy):
 
 
 @pytest.mark.parametrize("link", ["hf/note.txt", "hf/folder", "elsewhere", "common.pt", "hf"])
-def test_a_link_in_a_checkpoint_is_refused(link, copy, tmp_path):
-    """An export would copy what it leads to: hashes of what is there are easily made to fit."""
+def test_a_link_in_a_checkpoint_is_rejected(link, copy, tmp_path):
+    """An export would copy its target; whoever adds a link can also adapt the hashes."""
     secret = tmp_path / "secret"
     if (copy / link).exists():
         (copy / link).rename(secret)
@@ -472,12 +471,12 @@ def test_a_link_in_a_checkpoint_is_refused(link, copy, tmp_path):
         secret.write_text("secret")
     (copy / link).symlink_to(secret)
     seal_again(copy)
-    refused(*play(copy), names=f"{copy / link}: is a symbolic link")
+    refused(*evaluate(copy), names=f"{copy / link}: is a symbolic link")
     export_refused(copy, f"{copy / link}: is a symbolic link")
 
 
 def test_a_checkpoint_behind_a_link_is_accepted(copy, tmp_path):
-    """Runs may lie on other disks."""
+    """Runs may be on another disk."""
     (tmp_path / "linked").symlink_to(copy.parent)
     with pytest.raises(Accepted):
         run(*resume(tmp_path / "linked" / copy.name))
@@ -485,18 +484,19 @@ def test_a_checkpoint_behind_a_link_is_accepted(copy, tmp_path):
     assert convert("export", tmp_path / "step_9", tmp_path / "exported").returncode == 0
 
 
-@pytest.mark.parametrize("cut", [0, 1, 10, 1000])
-def test_metadata_that_is_cut_off_is_refused(cut, copy):
-    (copy / ".metadata").write_bytes((copy / ".metadata").read_bytes()[:cut])
+@pytest.mark.parametrize("size", [0, 1, 10, 1000])
+def test_truncated_metadata_is_rejected(size, copy):
+    (copy / ".metadata").write_bytes((copy / ".metadata").read_bytes()[:size])
     seal_again(copy)
-    refused(*play(copy), names=f"{copy / '.metadata'}: ")
+    refused(*evaluate(copy), names=f"{copy / '.metadata'}: ")
 
 
-def test_code_beside_a_model_is_not_imported(tmp_path):
-    """Whatever config.json and tokenizer_config.json ask for."""
+def test_code_in_a_model_folder_is_not_imported(tmp_path):
+    """Even if config.json and tokenizer_config.json request it."""
     from megastep.rollout.renderer import load_tokenizer
 
-    folder, marker = shutil.copytree(MODEL, tmp_path / "model"), tmp_path / "marker"
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    marker = tmp_path / "marker"
     (folder / "own.py").write_text(f"import os; os.mkdir({str(marker)!r})\nclass Own: pass\n")
     rewrite(
         folder / "config.json",

@@ -1,4 +1,4 @@
-"""Bad model folders: one line that names the file and its key, with exit code 2, before anything starts."""
+"""Bad model folders: one line with the file and its key, before any process starts."""
 
 import json
 import os
@@ -70,10 +70,11 @@ def refused_shape(path: Path, change: dict, line: str, shape: dict = MOE) -> Non
 
 
 def refused_as(change: dict, line: str) -> None:
-    """Without files: the same line."""
+    """The same line, without files."""
     with pytest.raises(ArchitectureError) as error:
         parse_architecture(MOE | change)
-    assert line in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 300
+    message = str(error.value)
+    assert line in message and "\n" not in message and len(message) < 300
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_c8_flags_are_true_or_false(key, value):
     ],
 )
 def test_c8_shapes(change, line, tmp_path):
-    """C8: 0 heads, 3 KV heads and a top-k above the experts were accepted, a rope that is a string was a traceback."""
+    """C8: 0 heads, 3 KV heads and top-k > experts were accepted, a rope string was a traceback."""
     refused_shape(tmp_path, change, line)
 
 
@@ -273,18 +274,7 @@ def test_c8_folders(tmp_path):
     refused("train", CONFIG, f"model.path={tmp_path}/loop", names="no such folder")
 
 
-# ---------------------------------------------------------------- what transformers and tokenizers say
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported():
-    """Imports take seconds, which are not the commands'."""
-    import ray  # noqa: F401
-    from transformers import AutoConfig, AutoTokenizer  # noqa: F401
-
-    import megastep.plan.suggest  # noqa: F401
-    import megastep.trainer.collect  # noqa: F401
-    import megastep.trainer.loop  # noqa: F401
+# ---------------------------------------------------------------- transformers and tokenizers
 
 
 @pytest.fixture
@@ -309,7 +299,7 @@ def copy(tmp_path) -> Path:
 )
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_c8_other_entries_are_checked_before_ranks_read_them(command, change, copy):
-    """transformers refuses them, in every rank and engine; here it does so first."""
+    """transformers would reject them in every rank and engine."""
     folder_with(copy, MOE | change)
     refused(
         command, CONFIG, f"model.path={copy}", names="config.json: transformers cannot read it ("
@@ -325,12 +315,12 @@ def test_c8_a_vocabulary_smaller_than_the_tokenizer(command, copy):
     (line,) = refused(command[0], CONFIG, *command[1:], f"model.path={copy}")
     highest = max(json.loads((CHASE / "tokenizer.json").read_text())["model"]["vocab"].values())
     assert line == (
-        f"error: model.path = {copy}: its tokenizer has token ids up to {highest}, vocab_size in config.json "
-        "is 40; the tokenizer is another model's"
+        f"error: model.path = {copy}: its tokenizer has token ids up to {highest}, vocab_size in "
+        "config.json is 40; the tokenizer is another model's"
     )
 
 
-def test_the_models_that_tests_and_configs_use_are_accepted():
+def test_models_of_tests_and_configs_are_accepted():
     from tests.models import MODELS, SHAPE
 
     for family, extra in MODELS.values():

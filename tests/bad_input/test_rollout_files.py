@@ -1,5 +1,7 @@
-"""Rollout files: what a foreign program, a full disk, a bad cable or another model makes of them. `train --rollouts` ends in one
-line before anything is started; what is read is what was written."""
+"""Rollout files that are damaged, foreign, or of another model.
+
+`train --rollouts` rejects them in one line before any process starts.
+"""
 
 import json
 import os
@@ -15,7 +17,7 @@ from megastep.errors import StoreError
 from megastep.samples import store
 from megastep.samples.store import COLUMNS, OPTIONAL, read, write
 from megastep.trainer.saved_rollouts import read_batches
-from megastep.types import Group, Step, Trajectory
+from megastep.types import Group, Step, StopReason, Trajectory
 from tests.bad_input.harness import CONFIG, Accepted, check_lines, refused, run
 
 LAYERS, TOP_K, EXPERTS, VOCAB = 2, 2, 8, 64  # of the model of CONFIG
@@ -48,7 +50,8 @@ def rollouts(rewards=(1.0, 0.0), **change) -> list[Group]:
             step(0, [5, 6, 7], [8, 9], 0.0, False, **changed),
             step(1, [5, 6, 7, 8, 9, 10], [11, index + 4], reward, True),
         ]
-        return Trajectory(id, index, steps, "done", {"success": bool(reward), "note": "ü"})
+        metrics = {"success": bool(reward), "note": "ü"}
+        return Trajectory(id, index, steps, StopReason.DONE, metrics)
 
     return [Group(id, [trajectory(id, i, r) for i, r in enumerate(rewards)]) for id in range(2)]
 
@@ -65,12 +68,12 @@ def columns_of(groups) -> dict[str, np.ndarray]:
 def assemble(
     path, columns: dict, entries: dict | None = None, metadata: dict | None = None, version="1"
 ):
-    """A file without checksums, as another program would write it, with parts of its header replaced."""
-    told = [{"stop_reason": "done", "env_metrics": {}}] * len(columns["trajectory/index"])
+    """A file without checksums, as another program would write it; `entries`: of its header."""
+    described = [{"stop_reason": "done", "env_metrics": {}}] * len(columns["trajectory/index"])
     about = {
         "format": "megastep.rollouts",
         "version": version,
-        "trajectories": json.dumps(told),
+        "trajectories": json.dumps(described),
     } | (metadata or {})
     header = {"__metadata__": {key: value for key, value in about.items() if value is not ...}}
     at = 0
@@ -90,7 +93,7 @@ def assemble(
 
 
 def train_on(path, *settings, names=None) -> str:
-    """The line of a refusal, which names the file."""
+    """The error line, which names the file."""
     given = (f"run.dir={path.parent}/runs", "run.wandb=disabled", *settings)
     (line,) = refused("train", CONFIG, "--rollouts", path, *given, names=str(path))
     assert names is None or names in line, line
@@ -99,7 +102,7 @@ def train_on(path, *settings, names=None) -> str:
 
 
 def unreadable(path, names="") -> None:
-    """`train_on` for what only reading can tell, ten times as fast."""
+    """`train_on` for errors that `read` finds: ten times as fast."""
     with pytest.raises(StoreError) as error:
         read(path)
     check_lines([f"error: {error.value}"], str(path))
@@ -108,19 +111,12 @@ def unreadable(path, names="") -> None:
 
 def accepted(path, *settings) -> None:
     with pytest.raises(Accepted):
-        run(
-            "train",
-            CONFIG,
-            "--rollouts",
-            path,
-            f"run.dir={path.parent}/runs",
-            "run.wandb=disabled",
-            *settings,
-        )
+        given = (f"run.dir={path.parent}/runs", "run.wandb=disabled", *settings)
+        run("train", CONFIG, "--rollouts", path, *given)
 
 
 def test_a_good_file_is_accepted(tmp_path):
-    """In both versions of the format: else every refusal below would mean nothing."""
+    """In both versions of the format: the baseline of the cases below."""
     write(tmp_path / "two", rollouts())
     accepted(tmp_path / "two")
     accepted(assemble(tmp_path / "one", columns_of(rollouts())))
@@ -157,7 +153,7 @@ def test_a_file_of_another_kind(tmp_path, content):
     train_on(tmp_path / "f")
 
 
-def test_what_is_not_a_file(tmp_path):
+def test_paths_that_are_not_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     os.symlink("loop", tmp_path / "loop")
     for path in (tmp_path / "none", tmp_path, tmp_path / "loop", tmp_path / ("x" * 300)):
@@ -174,14 +170,14 @@ def test_a_truncated_file(tmp_path, part):
     train_on(tmp_path / "f")
 
 
-def test_a_file_with_something_behind_it(tmp_path):
+def test_a_file_with_trailing_bytes(tmp_path):
     write(tmp_path / "f", rollouts())
     with open(tmp_path / "f", "ab") as file:
         file.write(b"12345")
     train_on(tmp_path / "f", names="5 bytes follow its last column")
 
 
-# ---------------------------------------------------------------- headers with wrong types
+# ---------------------------------------------------------------- headers
 
 DESCRIPTIONS = {
     "null": None,
@@ -211,7 +207,7 @@ REQUIRED = [name for name in COLUMNS if name not in OPTIONAL]
     "name", ["step/index", "prompt_ids", "response_ids", "versions", "step/last"]
 )
 @pytest.mark.parametrize("description", DESCRIPTIONS)
-def test_a_column_that_is_described_wrongly(tmp_path, name, description):
+def test_a_column_with_a_wrong_description(tmp_path, name, description):
     columns = columns_of(rollouts())
     column = columns[name]
     start = sum(c.nbytes for c in list(columns.values())[: list(columns).index(name)])
@@ -228,19 +224,16 @@ def test_a_column_that_is_described_wrongly(tmp_path, name, description):
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_column_that_is_missing_or_of_another_type(tmp_path, name):
     columns = columns_of(rollouts())
-    train_on(
-        assemble(
-            tmp_path / "f",
-            {n: c for n, c in columns.items() if n != name}
-            | ({} if name != "trajectory/index" else {"trajectory/index": columns[name][:0]}),
-        )
-    )
-    other = np.float32 if columns[name].dtype != np.float32 else np.int16
-    unreadable(assemble(tmp_path / "f", columns | {name: columns[name].astype(other)}), names=name)
-    unreadable(assemble(tmp_path / "f", columns | {name: columns[name][:-1]}))
-    unreadable(
-        assemble(tmp_path / "f", columns | {name: np.append(columns[name], columns[name][-1:], 0)})
-    )
+    column = columns[name]
+    others = {n: c for n, c in columns.items() if n != name}
+    if name == "trajectory/index":
+        others[name] = column[:0]  # `assemble` reads its length
+    train_on(assemble(tmp_path / "f", others))
+    other = np.float32 if column.dtype != np.float32 else np.int16
+    unreadable(assemble(tmp_path / "f", columns | {name: column.astype(other)}), names=name)
+    unreadable(assemble(tmp_path / "f", columns | {name: column[:-1]}))
+    longer = np.append(column, column[-1:], 0)
+    unreadable(assemble(tmp_path / "f", columns | {name: longer}))
 
 
 METADATA = {
@@ -284,11 +277,11 @@ METADATA = {
 
 
 @pytest.mark.parametrize("change", METADATA.values(), ids=METADATA)
-def test_metadata_of_another_kind(tmp_path, change):
+def test_invalid_metadata(tmp_path, change):
     train_on(assemble(tmp_path / "f", columns_of(rollouts()), metadata=change))
 
 
-# ---------------------------------------------------------------- values that no rollout has
+# ---------------------------------------------------------------- values
 
 
 def changed(name, value, at=0):
@@ -332,13 +325,13 @@ VALUES = {
 
 
 @pytest.mark.parametrize("change, names", VALUES.values(), ids=VALUES)
-def test_values_that_no_rollout_has(tmp_path, change, names):
+def test_invalid_values(tmp_path, change, names):
     columns = columns_of(rollouts())
     change(columns)
     train_on(assemble(tmp_path / "f", columns), names=names)
 
 
-# ---------------------------------------------------------------- another model's, and what teaches nothing
+# ---------------------------------------------------------------- other models, degenerate groups
 
 ROUTING = rollouts()[0].trajectories[0].steps[0].routing
 FOREIGN = {
@@ -370,8 +363,8 @@ def test_c14_rollouts_of_another_model_end_in_one_line(tmp_path, change, names):
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (48, 2), (2, 1), (2, 8)], ids=str)
-def test_c14_experts_of_another_shape_end_in_one_line(tmp_path, shape):
-    """All steps of all trajectories are wrong: the line says so with a number."""
+def test_c14_routing_of_another_shape_ends_in_one_line(tmp_path, shape):
+    """All steps of all trajectories are wrong: the line counts them."""
     groups = rollouts()
     for s in (s for g in groups for t in g.trajectories for s in t.steps):
         s.routing = np.zeros((len(s) - 1, *shape), np.uint8)
@@ -380,24 +373,25 @@ def test_c14_experts_of_another_shape_end_in_one_line(tmp_path, shape):
     assert line.endswith("(and 7 more)")
 
 
-def test_c14_experts_do_not_matter_without_replay(tmp_path):
+def test_c14_routing_is_not_needed_without_routing_replay(tmp_path):
     write(tmp_path / "f", rollouts(routing=None))
     accepted(tmp_path / "f", "routing_replay.enabled=false")
 
 
-def test_c14_steps_that_are_longer_than_a_micro_batch(tmp_path):
+def test_c14_steps_longer_than_a_micro_batch(tmp_path):
     write(tmp_path / "f", rollouts(prompt_ids=np.full(300, 5, np.int32), routing=None))
     train_on(
         tmp_path / "f",
         "train.micro_batch_tokens=200",
         "routing_replay.enabled=false",
-        names="group 0, trajectory 0, step 0: 301 tokens in one path do not fit a micro-batch of 200; raise",
+        names="group 0, trajectory 0, step 0: 301 tokens in one path do not fit a micro-batch of "
+        "200; raise",
     )
 
 
 @pytest.mark.parametrize("rewards", [(1.0,), (0.5, 0.5), (0.7, 0.7000000000000001)], ids=str)
 @pytest.mark.parametrize("estimator", ["grpo", "grpo_nostd", "rloo", "maxrl"])
-def test_a4_a_file_that_teaches_nothing(tmp_path, rewards, estimator):
+def test_a4_a_file_of_degenerate_groups(tmp_path, rewards, estimator):
     write(tmp_path / "f", rollouts(rewards))
     line = train_on(
         tmp_path / "f",
@@ -412,7 +406,7 @@ def test_a_file_without_a_trajectory_to_train_on(tmp_path):
     train_on(tmp_path / "f", names="nothing to train on: no trajectories")
     groups = rollouts()
     for trajectory in (t for g in groups for t in g.trajectories):
-        trajectory.stop_reason = "env_timeout"
+        trajectory.stop_reason = StopReason.ENV_TIMEOUT
     write(tmp_path / "f", groups)
     train_on(
         tmp_path / "f",
@@ -420,16 +414,16 @@ def test_a_file_without_a_trajectory_to_train_on(tmp_path):
     )
 
 
-def test_a4_prompts_that_teach_nothing_are_counted(tmp_path, capsys):
+def test_a4_degenerate_groups_are_counted(tmp_path, capsys):
     groups = rollouts()
     groups[1].trajectories.pop()
     write(tmp_path / "f", groups)
     assert len(read_batches(load(CONFIG, []), tmp_path / "f")) == 1
-    told = capsys.readouterr().out
-    assert f"{tmp_path}/f: 1 of 2 prompts train nothing: under advantage.estimator = grpo" in told
+    line = f"{tmp_path}/f: 1 of 2 prompts train nothing: under advantage.estimator = grpo"
+    assert line in capsys.readouterr().out
 
 
-def test_rewards_that_the_estimator_refuses(tmp_path):
+def test_rewards_that_the_estimator_rejects(tmp_path):
     write(tmp_path / "f", rollouts((1.0, -1.0)))
     train_on(
         tmp_path / "f",
@@ -441,7 +435,7 @@ def test_rewards_that_the_estimator_refuses(tmp_path):
 @pytest.mark.parametrize(
     "estimator", ["grpo", "grpo_nostd", "rloo", "maxrl", "step_returns", "gigpo"]
 )
-def test_a4_one_sample_per_prompt_is_refused_by_train(estimator, tmp_path):
+def test_a4_train_rejects_one_sample_per_prompt(estimator, tmp_path):
     given = (
         "rollout.samples_per_prompt=1",
         f"advantage.estimator={estimator}",
@@ -464,7 +458,7 @@ def written(tmp_path_factory):
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_any_flipped_bit_is_noticed(written, data):
+def test_any_flipped_bit_is_detected(written, data):
     content, path = written
     bits = data.draw(
         st.lists(st.integers(0, 8 * len(content) - 1), min_size=1, max_size=3, unique=True)
@@ -478,26 +472,26 @@ def test_any_flipped_bit_is_noticed(written, data):
     check_lines([f"error: {error.value}"], str(path))
 
 
-def test_every_part_of_the_file_counts(written):
-    """A bit of every eleventh byte and of each byte of the checksums, each time another place in its byte."""
+def test_a_flipped_bit_is_detected_in_every_part_of_the_file(written):
+    """One bit of every eleventh byte, and of each byte of the checksums."""
     content, path = written
-    unnoticed = []
+    undetected = []
     for at in [*range(0, len(content), 11), *range(len(content) - 4 * len(COLUMNS), len(content))]:
         flipped = bytearray(content)
         flipped[at] ^= 1 << at % 8
         path.write_bytes(flipped)
         try:
             read(path)
-            unnoticed.append(at)
+            undetected.append(at)
         except StoreError:
             pass
-    assert unnoticed == []
+    assert undetected == []
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_a_file_without_checksums_is_read_or_refused_and_nothing_else(tmp_path_factory, data):
-    """Bytes of the header replaced: no other exception, no hang."""
+def test_a_damaged_header_is_read_or_rejected(tmp_path_factory, data):
+    """A file without checksums: no other exception, no hang."""
     path = assemble(tmp_path_factory.mktemp("fuzz") / "f", columns_of(rollouts()))
     content = bytearray(path.read_bytes())
     header = 8 + struct.unpack("<Q", content[:8])[0]

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT at any moment: exit code 75 or 130 and one true line; real processes, really signalled."""
+"""SIGTERM and SIGINT to real processes at any time: exit code 75 or 130, and one line."""
 
 import signal
 import time
@@ -16,21 +16,19 @@ both = pytest.mark.parametrize("number", WORDS, ids=lambda number: number.name)
 
 @pytest.fixture(autouse=True)
 def began(tmp_path, monkeypatch):
-    """Where the environment says that it was asked for rows."""
+    """The file that the environment creates when it is asked for rows."""
     monkeypatch.setenv("ENDLESS_BEGAN", str(tmp_path / "began"))
 
 
 def takes_signals(pid: int) -> bool:
-    """SIGTERM has a handler: Python's own beginning is over."""
+    """SIGTERM has a handler: Python has started."""
     status = Path(f"/proc/{pid}/status").read_text()
-    caught = int(
-        next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16
-    )
-    return bool(caught >> (signal.SIGTERM - 1) & 1)
+    (caught,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def ends_well(process, number: signal.Signals) -> str:
-    """The one line."""
+    """The only line on stderr."""
     process.send_signal(number)
     _, errors = process.communicate(timeout=90)
     word, code = WORDS[number]
@@ -43,7 +41,7 @@ def ends_well(process, number: signal.Signals) -> str:
 @both
 @pytest.mark.parametrize("delay_s", [0.0, 0.5], ids=lambda seconds: f"after {seconds} s")
 def test_a_signal_while_python_imports(number, delay_s, tmp_path):
-    """Nothing has started, and nothing is said of a checkpoint. However quick the imports are, rows never come."""
+    """Nothing has started, so that no checkpoint is mentioned. The rows of ENDLESS never come."""
     process = begin(megastep("train", tmp_path, "r", *ENDLESS))
     wait_for(lambda: takes_signals(process.pid))
     time.sleep(delay_s)
@@ -59,7 +57,7 @@ def test_a_signal_while_data_is_read(number, tmp_path):
 
 @both
 def test_a_signal_while_ray_starts(number, tmp_path):
-    """Its processes are there, and it has not answered yet: they end too."""
+    """Ray's processes exist and end too, though Ray has not answered yet."""
     process = begin(megastep("train", tmp_path, "r", *BARE))
     wait_for(lambda: any("gcs_server" in line for line in left(descendants(process.pid))))
     folders = wait_for(lambda: ray_folders(descendants(process.pid)))

@@ -1,4 +1,4 @@
-"""`megastep view` on run directories in any state, and places that cannot be written: one line that names the file."""
+"""`megastep view` of damaged run directories, and unwritable folders: one line with the file."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("content", CONFIGS, ids=lambda content: repr(content[:12]))
-def test_a_config_that_cannot_be_read_is_named(content, folder):
+def test_an_unreadable_config_is_named(content, folder):
     (folder / "config.yaml").write_bytes(content)
     refused("view", folder, names=str(folder / "config.yaml"))
 
@@ -52,11 +52,12 @@ def test_a_config_that_cannot_be_read_is_named(content, folder):
         "train: {steps: .nan}",
         "model: {path: ''}",
         "env: {name: [x]}",
-        "loss: {kind: {a: 1}}",
-        "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: &d [*c, *c]\ne: &e [*d, *d]\nmodel: {path: [*e, *e]}",
+        "loss: {type: {a: 1}}",
+        "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: &d [*c, *c]\ne: &e [*d, *d]\n"
+        "model: {path: [*e, *e]}",
     ],
 )
-def test_a_config_with_other_types_is_coped_with(text, folder):
+def test_a_config_with_wrong_types_is_accepted(text, folder):
     (folder / "config.yaml").write_text(text)
     assert run("view", folder).code == 0
 
@@ -86,13 +87,13 @@ def test_a_row_without_a_step_is_named(step, folder):
     ],
     ids=lambda line: line[:20],
 )
-def test_a_line_that_is_no_row_is_named(line, folder):
+def test_a_line_that_is_not_a_row_is_named(line, folder):
     (folder / "metrics.jsonl").write_text(f"{line}\n")
     refused("view", folder, names=f"{folder / 'metrics.jsonl'}: line 1: ")
 
 
-def test_a_resumed_run_names_such_a_row_too(tmp_path):
-    """Before anything starts: resuming reads the rows to cut those after the checkpoint."""
+def test_resuming_names_an_invalid_row(tmp_path):
+    """Before any process starts: a resumed run removes the rows after its checkpoint."""
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "metrics.jsonl").write_text("{}\n")
     refused(
@@ -125,8 +126,8 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: value[:12])
-def test_any_value_of_a_metric_is_coped_with(value, folder):
-    """Also beside its opposite: an axis from -1e308 to 1e308 has no length."""
+def test_any_value_of_a_metric_is_accepted(value, folder):
+    """Also with its opposite: the length of an axis from -1e308 to 1e308 overflows."""
     rows = [
         f'{{"step": {step}, "reward/mean": {v}, "train/loss": {v}, "time/step_s": {v}}}'
         for step, v in enumerate((value, "-1e308", "1e308", "0.5"))
@@ -142,20 +143,19 @@ def test_any_value_of_a_metric_is_coped_with(value, folder):
     ["", "[]", "3", "{", "[" * 100_000, '{"step": "x"}', "9" * 5000],
     ids=lambda text: text[:12] or "empty",
 )
-def test_an_evaluation_that_cannot_be_read_is_named(text, folder):
+def test_an_unreadable_evaluation_is_named(text, folder):
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.json").write_text(text)
     refused("view", folder, names=str(folder / "metrics.json"))
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "curves.png", "report.html"])
-def test_a_folder_in_the_place_of_a_file(name, folder):
+def test_a_folder_in_place_of_a_file(name, folder):
     (folder / name).unlink(missing_ok=True)
     (folder / name).mkdir()
     result = run("view", folder)
-    assert (
-        result.code in (0, 2) and "Traceback" not in result.err
-    )  # one file of the two is enough to be a run
+    # A run needs only one of config.yaml and metrics.jsonl.
+    assert result.code in (0, 2) and "Traceback" not in result.err
 
 
 OUTS = [
@@ -172,12 +172,12 @@ OUTS = [
 
 
 @pytest.mark.parametrize("out", OUTS, ids=lambda out: out[:20] or "empty")
-def test_out_in_a_place_that_cannot_be_written(out, tmp_path):
+def test_an_out_file_that_cannot_be_written(out, tmp_path):
     (tmp_path / "file").write_text("")
     refused("rollout", CONFIG, "--out", out.format(tmp=tmp_path), names="--out")
 
 
-def test_out_whose_log_cannot_be_written(tmp_path):
+def test_an_out_file_whose_log_cannot_be_written(tmp_path):
     (tmp_path / "out.log").mkdir()
     refused(
         "rollout",

@@ -1,4 +1,4 @@
-"""D7: the configuration. Every mistake is one line that names the key, the value and what would be right."""
+"""D7: configuration errors are one line each: the key, the value and what is right."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import megastep
 from megastep import cli
 from megastep.config import Config, load, paths, to_yaml
 from megastep.errors import ConfigError
+from tests.bad_input.harness import refused
 
 LOCAL = "configs/local.yaml"
 TINY = Path("configs/models/tiny-qwen3-moe/config.json")
@@ -29,7 +30,7 @@ def test_shipped_configs_are_valid(path):
     load(path)
 
 
-def test_layers_of_configuration(tmp_path):
+def test_later_sources_override_earlier_ones(tmp_path):
     base = tmp_path / "base.yaml"
     base.write_text(
         f"model: {{path: {TINY.parent.resolve()}, init: random}}\ntrain: {{steps: 7, seed: 3}}\n"
@@ -55,19 +56,18 @@ def test_resolved_config_reads_back(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["local", "sql", "search", "h100/qwen3-8b-disaggregated"])
-def test_configs_are_found_from_anywhere(path, tmp_path, monkeypatch):
-    """Their models and data too: paths in a file are relative to it."""
+def test_configs_load_from_any_directory(path, tmp_path, monkeypatch):
+    """Models and data too: paths in a file are relative to it."""
     config = Path(f"configs/{path}.yaml").resolve()
     here = load(config, has_cuda=True)
     monkeypatch.chdir(tmp_path)
     there = load(config, has_cuda=True)
     assert there == here and Path(there.model.path).is_dir()
-    assert load(os.path.relpath(config), has_cuda=True).model.path == os.path.relpath(
-        here.model.path
-    )
+    by_relative_path = load(os.path.relpath(config), has_cuda=True)
+    assert by_relative_path.model.path == os.path.relpath(here.model.path)
 
 
-def test_the_planner_works_from_anywhere(tmp_path, monkeypatch, capsys):
+def test_plan_works_from_any_directory(tmp_path, monkeypatch, capsys):
     config = Path(LOCAL).resolve()
     monkeypatch.chdir(tmp_path)
     assert cli.main(["plan", str(config)]) == 0
@@ -75,8 +75,9 @@ def test_the_planner_works_from_anywhere(tmp_path, monkeypatch, capsys):
 
 
 def test_paths_are_relative_to_the_file_that_names_them(tmp_path, monkeypatch):
-    """A base's to the base; those of the command line to the working directory; run.dir always to that one."""
-    above, below = tmp_path / "above", tmp_path / "above" / "below"
+    """Those of the command line, and run.dir always, to the working directory."""
+    above = tmp_path / "above"
+    below = above / "below"
     for folder in (below / "model", above / "set"):
         folder.mkdir(parents=True)
     (below / "model" / "config.json").write_text(TINY.read_text())
@@ -105,15 +106,12 @@ def test_paths_are_relative_to_the_file_that_names_them(tmp_path, monkeypatch):
             "env.options.name=z",
         ],
     )
-    assert (given.run.resume, given.data.train, given.data.eval) == (
-        "auto",
-        "x.parquet",
-        "hf:org/name",
-    )
+    assert given.run.resume == "auto"
+    assert (given.data.train, given.data.eval) == ("x.parquet", "hf:org/name")
     assert given.env.options["databases"] == f"{tmp_path}/dbs" and given.env.options["name"] == "z"
 
 
-def test_names_that_are_no_paths_stay(tmp_path):
+def test_values_that_are_not_paths_are_unchanged(tmp_path):
     (tmp_path / "top.yaml").write_text(
         f"model: {{path: {TINY.parent.resolve()}, init: random}}\nrun: {{resume: never}}\n"
         "data: {train: generated, eval: 'hf:org/name:test'}\n"
@@ -123,21 +121,19 @@ def test_names_that_are_no_paths_stay(tmp_path):
     assert (config.data.train, config.data.eval) == ("generated", "hf:org/name:test")
 
 
-def test_a_link_in_a_path_is_followed_as_the_file_system_does(tmp_path):
-    (tmp_path / "far" / "configs").mkdir(parents=True)
-    (tmp_path / "far" / "model").mkdir()
-    (tmp_path / "far" / "model" / "config.json").write_text(TINY.read_text())
-    (tmp_path / "far" / "configs" / "top.yaml").write_text(
-        "model: {path: ../model, init: random}\n"
-    )
-    (tmp_path / "near").symlink_to("far/configs")
-    assert Path(load(tmp_path / "near" / "top.yaml").model.path).samefile(
-        tmp_path / "far" / "model"
-    )
+def test_symbolic_links_in_paths_are_followed(tmp_path):
+    configs = tmp_path / "project" / "configs"
+    model = tmp_path / "project" / "model"
+    configs.mkdir(parents=True)
+    model.mkdir()
+    (model / "config.json").write_text(TINY.read_text())
+    (configs / "top.yaml").write_text("model: {path: ../model, init: random}\n")
+    (tmp_path / "link").symlink_to("project/configs")
+    assert Path(load(tmp_path / "link" / "top.yaml").model.path).samefile(model)
 
 
-def test_the_kept_config_reads_back_from_anywhere(tmp_path, monkeypatch):
-    """With what the command line gave relative to the working directory, and with what is no path as it was."""
+def test_the_saved_config_loads_from_any_directory(tmp_path, monkeypatch):
+    """Paths of the command line are absolute in it; other values are unchanged."""
     monkeypatch.setenv("KEY", "value")
     config = load(
         LOCAL,
@@ -152,26 +148,29 @@ def test_the_kept_config_reads_back_from_anywhere(tmp_path, monkeypatch):
     root = os.getcwd()
     monkeypatch.chdir(tmp_path)
     back = load("config.yaml")
-    assert (
-        back.model.path == f"{root}/configs/models/chase"
-        and back.data.train == f"{root}/rows.jsonl"
-    )
+    assert back.model.path == f"{root}/configs/models/chase"
+    assert back.data.train == f"{root}/rows.jsonl"
     assert back.run.resume == f"{root}/runs/x/checkpoints/step_1" and back.run.dir == "runs"
-    assert (
-        back.env.options
-        == config.env.options
-        == {"key": "${env:KEY}", "odd": "???", "number": "1e-3", "deep": {1: [None, True]}}
-    )
+    assert back.env.options == config.env.options
+    assert back.env.options == {
+        "key": "${env:KEY}",
+        "odd": "???",
+        "number": "1e-3",
+        "deep": {1: [None, True]},
+    }
 
 
 @pytest.mark.parametrize("given", ["file", "command line"])
-def test_a_name_on_the_hub_says_how_to_fetch_it(given, tmp_path):
+def test_a_hub_name_is_answered_with_the_download_command(given, tmp_path):
     path = tmp_path / "hub.yaml"
-    path.write_text("model: {path: Qwen/Qwen3-8B}\n" if given == "file" else "")
-    (line,) = problems(*[] if given == "file" else ["model.path=Qwen/Qwen3-8B"], config=path)
-    assert line.startswith(
-        f"model.path: {tmp_path / 'Qwen/Qwen3-8B' if given == 'file' else 'Qwen/Qwen3-8B'}: no such"
-    )
+    if given == "file":
+        path.write_text("model: {path: Qwen/Qwen3-8B}\n")
+        (line,) = problems(config=path)
+        assert line.startswith(f"model.path: {tmp_path}/Qwen/Qwen3-8B: no such")
+    else:
+        path.write_text("")
+        (line,) = problems("model.path=Qwen/Qwen3-8B", config=path)
+        assert line.startswith("model.path: Qwen/Qwen3-8B: no such")
     assert line.endswith(
         "`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`, then model.path=models/Qwen3-8B"
     )
@@ -181,8 +180,8 @@ def test_a_name_on_the_hub_says_how_to_fetch_it(given, tmp_path):
 @pytest.mark.parametrize(
     "command", [["train"], ["eval"], ["rollout", "--out", "x.safetensors"]], ids=lambda c: c[0]
 )
-def test_an_environment_must_be_named(command, tmp_path, capsys):
-    """A config with a model alone played chase on it."""
+def test_env_name_is_required(command, tmp_path, capsys):
+    """There is no default environment."""
     path = tmp_path / "model.yaml"
     path.write_text(
         f"model: {{path: {Path('configs/models/bytes').resolve()}, init: random}}\n"
@@ -190,13 +189,11 @@ def test_an_environment_must_be_named(command, tmp_path, capsys):
     )
     assert cli.main([command[0], str(path), *command[1:]]) == 2
     names = "chase, guess, search, skyrl, sql"
-    assert (
-        capsys.readouterr().err
-        == f"error: env.name: must be given; one of {names}, or module:Class\n"
-    )
+    line = f"error: env.name: must be given; one of {names}, or module:Class\n"
+    assert capsys.readouterr().err == line
 
 
-def test_a_plan_needs_a_model_alone(tmp_path, capsys):
+def test_plan_needs_only_a_model(tmp_path, capsys):
     path = tmp_path / "model.yaml"
     path.write_text(f"model: {{path: {Path('configs/models/bytes').resolve()}}}\n")
     assert cli.main(["plan", str(path)]) == 0 and "fits: " in capsys.readouterr().out
@@ -205,23 +202,22 @@ def test_a_plan_needs_a_model_alone(tmp_path, capsys):
 # ---------------------------------------------------------------- values
 
 
-def test_the_correction_follows_from_staleness():
-    """S15: tokens of older policies are weighed by truncated importance, unless the config says otherwise."""
-    assert load(LOCAL).policy_loss.importance_sampling.mode == "none"
-    assert load(LOCAL, ["async.max_staleness=1"]).policy_loss.importance_sampling.mode == "truncate"
-    assert (
-        load(
-            LOCAL, ["async.max_staleness=1", "loss.importance_sampling.mode=mask"]
-        ).policy_loss.importance_sampling.mode
-        == "mask"
-    )
+def test_importance_sampling_follows_from_staleness():
+    """S15: asynchronous training truncates importance ratios by default (TIS)."""
+
+    def mode(*given: str) -> str:
+        return load(LOCAL, list(given)).policy_loss.importance_sampling.mode
+
+    assert mode() == "none"
+    assert mode("async.max_staleness=1") == "truncate"
+    assert mode("async.max_staleness=1", "loss.importance_sampling.mode=mask") == "mask"
     (line,) = problems("async.max_staleness=1", "loss.type=reinforce", "loss.old_logprobs=rollout")
     assert line.startswith(
         "async.max_staleness = 1.0: loss.type = reinforce has no ratio that would correct"
     )
 
 
-def test_shared_gpus_cannot_work_ahead():
+def test_colocated_engines_cannot_be_asynchronous():
     (line,) = problems("async.max_staleness=0.5", "cluster.colocate=true")
     assert line.startswith(
         "async.max_staleness = 0.5: colocated engines cannot generate while the policy trains"
@@ -238,7 +234,7 @@ def test_shared_gpus_cannot_work_ahead():
         ("lr=1", "lr: unknown key; did you mean optimizer.lr?"),
         (
             "qwertz=1",
-            "qwertz: unknown key; known sections: model, data, env, rollout, eval, policy, engine, sync",
+            "qwertz: unknown key; known sections: model, data, env, rollout, eval, policy, engine",
         ),
         ("policy.parallel=2", "policy.parallel: is a section"),
         ("train.steps=many", "train.steps = 'many': wrong type, int is needed"),
@@ -316,7 +312,8 @@ def test_shared_gpus_cannot_work_ahead():
         ("loss.clip_high=-0.1", "loss.clip_high = -0.1: must not be negative"),
         (
             "loss.importance_sampling.low=3",
-            "loss.importance_sampling.low = 3.0: must be less than loss.importance_sampling.high = 2.0",
+            "loss.importance_sampling.low = 3.0: must be less than "
+            "loss.importance_sampling.high = 2.0",
         ),
         (
             "routing_replay.min_agreement=2",
@@ -369,25 +366,47 @@ def test_shared_gpus_cannot_work_ahead():
         ("run.wandb=maybe", "run.wandb = maybe: must be one of online, offline, disabled"),
     ],
 )
-def test_each_mistake_has_its_line(override, message):
-    assert any(p.startswith(message) or message in p for p in problems(override)), problems(
-        override
-    )
+def test_each_error_has_its_line(override, message):
+    found = problems(override)
+    assert any(message in line for line in found), found
 
 
-def test_expert_gradients_would_be_summed_over_the_wrong_ranks():
+ESTIMATORS = "grpo, grpo_nostd, rloo, maxrl, step_returns, gigpo"
+
+
+@pytest.mark.parametrize(
+    "command", [["train"], ["plan"], ["rollout", "--out", "x.safetensors"], ["eval"], ["config"]]
+)
+@pytest.mark.parametrize(
+    "estimator, reason",
+    [
+        ("ppo", f"must be one of {ESTIMATORS}"),
+        ("gae", "temporal estimators give per-token values across steps, which one advantage"),
+        ("reinforce++", "temporal estimators give per-token values across steps"),
+    ],
+)
+def test_s4_every_command_rejects_an_unknown_estimator(estimator, reason, command):
+    (line,) = refused(command[0], LOCAL, *command[1:], f"advantage.estimator={estimator}")
+    assert line.startswith(f"error: advantage.estimator = {estimator}: {reason}")
+    assert line.endswith(ESTIMATORS)
+
+
+def test_expert_tensor_must_equal_tensor_without_expert_parallelism():
+    """Expert gradients would be summed over the wrong ranks."""
     found = problems(
         "policy.parallel.expert=1", "policy.parallel.tensor=2", "policy.parallel.expert_tensor=1"
     )
     assert found == [
-        "policy.parallel.expert_tensor = 1: must be the tensor size 2 while policy.parallel.expert = 1"
+        "policy.parallel.expert_tensor = 1: must be the tensor size 2 while "
+        "policy.parallel.expert = 1"
     ]
 
 
-def test_options_of_others_may_have_any_name(tmp_path):
+def test_env_options_may_have_any_name(tmp_path):
     base = tmp_path / "base.yaml"
     base.write_text(
-        f"base: {Path(LOCAL).resolve()}\nenv: {{name: sql, options: {{databases: here, a: {{b: 1}}}}}}\n"
+        f"base: {Path(LOCAL).resolve()}\n"
+        "env: {name: sql, options: {databases: here, a: {b: 1}}}\n"
     )
     config = load(base, ["env.options.query_timeout_s=2", "rollout.template.enable_thinking=false"])
     assert config.env.options == {"databases": "here", "a": {"b": 1}, "query_timeout_s": 2}
@@ -396,7 +415,7 @@ def test_options_of_others_may_have_any_name(tmp_path):
     assert load(tmp_path / "config.yaml") == paths.absolute(config)
 
 
-def test_options_of_a_base_are_kept_beside_others(tmp_path):
+def test_options_are_merged_with_those_of_the_base(tmp_path):
     (tmp_path / "base.yaml").write_text(
         f"base: {Path(LOCAL).resolve()}\nenv: {{options: {{a: {{b: 1, c: 2}}, d: [1]}}}}\n"
     )
@@ -430,8 +449,8 @@ def test_unusual_values_are_accepted(override):
     load("configs/chase.yaml", [override])
 
 
-def test_another_machine_may_have_more(monkeypatch):
-    """Memory and GPUs of this one are no matter where Ray runs elsewhere."""
+def test_a_remote_cluster_is_not_limited_by_this_machine(monkeypatch):
+    """Local memory and GPUs are not checked when Ray runs elsewhere."""
     elsewhere = [
         "cluster.address=head:6379",
         "sync.backend=nccl",
@@ -444,7 +463,7 @@ def test_another_machine_may_have_more(monkeypatch):
     load("configs/chase.yaml", elsewhere[1:])
 
 
-def test_colocated_engines_need_the_places_of_ranks():
+def test_colocated_engines_fit_on_the_ranks():
     found = problems("cluster.colocate=true", "engine.num_engines=3")
     assert found == [
         "engine.num_engines = 3: engines need num_engines × tensor_parallel = 3 places, "
@@ -522,36 +541,41 @@ def test_exit_code_2_without_traceback_or_process(capsys, monkeypatch):
 def test_overrides_may_follow_an_option(capsys):
     assert cli.main(["rollout", LOCAL, "rollout.sample=1", "--out", "x", "rollout.prompt=1"]) == 2
     errors = capsys.readouterr().err
-    assert (
-        "did you mean rollout.samples_per_prompt?" in errors
-        and "did you mean rollout.prompts?" in errors
-    )
+    assert "did you mean rollout.samples_per_prompt?" in errors
+    assert "did you mean rollout.prompts?" in errors
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", LOCAL, "--fast", "train.steps=1"])
     assert ended.value.code == 2 and "unrecognized arguments: --fast" in capsys.readouterr().err
 
 
-def test_weights_that_are_not_there(capsys):
+def test_missing_weights(capsys):
     assert cli.main(["train", LOCAL, "model.init=hf"]) == 2
-    assert (
-        "error: configs/models/chase: no weights; model.safetensors or" in capsys.readouterr().err
-    )
+    errors = capsys.readouterr().err
+    assert "error: configs/models/chase: no weights; model.safetensors or" in errors
 
 
-def test_the_version_names_the_stack(capsys):
+def test_version_lists_the_main_packages(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
-    ours, stack = capsys.readouterr().out.splitlines()
+    ours, packages = capsys.readouterr().out.splitlines()
     assert ended.value.code == 0 and ours == f"megastep {megastep.__version__}"
-    assert {"Python", "megatron-core", "torch", "ray"} <= {
-        part.split()[0] for part in stack.split(", ")
-    }
+    names = {part.split()[0] for part in packages.split(", ")}
+    assert {"Python", "megatron-core", "torch", "ray"} <= names
+
+
+HELP = """
+import sys
+from megastep import cli
+try:
+    cli.main(["--help"])
+finally:
+    print("torch" in sys.modules)
+"""
 
 
 def test_help_is_fast_and_imports_no_torch():
     begin = resource.getrusage(resource.RUSAGE_CHILDREN)
-    script = "import sys, megastep.cli as c\ntry: c.main(['--help'])\nfinally: print('torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
     end = resource.getrusage(resource.RUSAGE_CHILDREN)  # CPU time: the machine may be busy
     assert (end.ru_utime + end.ru_stime) - (begin.ru_utime + begin.ru_stime) < 1.0
     assert "usage: megastep" in run.stdout and run.stdout.endswith("False\n")

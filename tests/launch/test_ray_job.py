@@ -310,7 +310,8 @@ def test_d5_every_path_of_the_manifest_is_on_the_volume(manifest):
     assert len(paths) == 5 and len(groups) == 2
     for group in groups:
         pod = group["template"]["spec"]
-        (container,), volumes = pod["containers"], {v["name"]: v for v in pod["volumes"]}
+        (container,) = pod["containers"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
         mounted = {
             mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]
         }

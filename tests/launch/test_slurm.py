@@ -190,8 +190,8 @@ def test_d5_nothing_of_a_job_is_left(requeued):
         ),
     ],
 )
-def test_d5_mistakes_are_a_line_and_exit_code_2(arguments, variables, message, cluster):
-    """Including those of the config, before Ray has started."""
+def test_d5_bad_input_is_one_line_and_exit_code_2(arguments, variables, message, cluster):
+    """Including errors of the config, before Ray has started."""
     job = cluster.submit(*arguments, **variables)
     assert job.wait()["ExitCode"] == "2:0"
     (line,) = [
@@ -329,7 +329,8 @@ def test_d5_ray_outlives_a_signal_that_is_for_training(tmp_path):
     """With cgroups Slurm signals the tasks only; the Ray here is a program that sleeps."""
     (tmp_path / "ray").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "ray").chmod(0o755)
-    folder, notes = Path(f"/tmp/megastep-{free_port()}-0"), tmp_path / "terminated"
+    folder = Path(f"/tmp/megastep-{free_port()}-0")
+    notes = tmp_path / "terminated"
     environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": folder.name.split("-")[1],

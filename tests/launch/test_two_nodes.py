@@ -220,7 +220,7 @@ def test_d5_lost_node_ends_the_run_with_one_line(cluster, tmp_path):
     (line,) = [line for line in errors.splitlines() if line]
     # Noticed by the rollout, if all episodes failed, or by training on those that had ended.
     cause = "the node of the policy's rank(s) 0 is lost" in line or line.startswith(
-        "error: a rank of the policy died"
+        "error: a policy rank died"
     )
     assert process.returncode == 1 and line.startswith("error: ") and cause, errors[-3000:]
     saved = latest(checkpoints)

@@ -1,7 +1,7 @@
 """Training as a plain transformers loop: every step its own sequence, autograd, torch's AdamW.
 
-It shares nothing with megastep but the records of a rollout and the config: advantages, weights, routing, losses,
-learning rates and metrics are written out again, one token or one step at a time.
+It shares only the rollout records and the config with megastep: advantages, weights, routing,
+losses, learning rates and metrics are implemented again, one token or one step at a time.
 """
 
 import copy
@@ -18,8 +18,11 @@ from tests.policy.updates import experts_of, forced, hf_state, ids_of, make_grou
 
 
 def conflicting_groups(prompts: int, first: int = 0) -> list[Group]:
-    """Groups of several turns. Steps disagree on the experts of a third of the tokens that they share; in every second
-    group the environment names its states. Rewards are large: an epsilon beside their deviation changes nothing."""
+    """Groups of several turns; steps disagree on the routing of a third of their shared tokens.
+
+    In every second group the environment names its states. Rewards are large, so that epsilons in
+    denominators do not matter.
+    """
     groups = make_groups(replay=False, prompts=prompts, seed=7 + first)
     random = np.random.default_rng(first)
     for number, group in enumerate(groups):
@@ -29,39 +32,42 @@ def conflicting_groups(prompts: int, first: int = 0) -> list[Group]:
         for order, step in enumerate(steps_of([group])):
             step.reward = float(10 * random.normal())
             step.state = step.index if number % 2 else None
-            step.routing = recorded_experts(step, order)
+            step.routing = recorded_routing(step, order)
     return groups
 
 
-def recorded_experts(step: Step, order: int) -> np.ndarray:
-    """[tokens but the last sampled, layers, k]"""
-    ids, experts = ids_of(step), []
+def recorded_routing(step: Step, order: int) -> np.ndarray:
+    """[tokens - 1, layers, k]: the last sampled token has none"""
+    ids = ids_of(step)
+    routing = []
     for n in range(len(step.prompt_ids) + int(step.loss_mask.sum()) - 1):
         path = ids[: n + 1]
         disagrees = int(path.sum()) % 3 == 0
-        experts.append(experts_of(np.append(path, order) if disagrees else path))
-    return np.array(experts, np.uint8)
+        routing.append(experts_of(np.append(path, order) if disagrees else path))
+    return np.array(routing, np.uint8)
 
 
 @dataclass
 class Sequence:
-    """A step and what the loss does with it."""
+    """A step with its advantage, weight and routing."""
 
     step: Step
     advantage: float
     weight: float
-    routes: np.ndarray | None  # [T, layers, k]; None: the live router decides
+    routing: np.ndarray | None  # [T, layers, k]; None: the live router decides
 
 
 class PlainLearner:
     def __init__(self, folder, config: Config):
         from transformers import AutoModelForCausalLM
 
-        self.config, self.updates = config, 0
+        self.config = config
+        self.updates = 0
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.reference = copy.deepcopy(self.model)
         settings = config.optimizer
-        decayed, others = [], []  # no weight decay for norms, as is usual
+        decayed = []
+        others = []  # no weight decay for norms
         for parameter in self.model.parameters():
             (decayed if parameter.ndim > 1 else others).append(parameter)
         self.adam = torch.optim.AdamW(
@@ -78,14 +84,11 @@ class PlainLearner:
         """Metrics and parameters after each optimizer step."""
         size = self.config.train.mini_batch_prompts
         count = math.ceil(len(groups) / size)
-        parts = [
-            groups[i * len(groups) // count : (i + 1) * len(groups) // count] for i in range(count)
-        ]
+        bounds = [i * len(groups) // count for i in range(count + 1)]
+        parts = [groups[begin:end] for begin, end in zip(bounds, bounds[1:])]
         batches = [sequences(part, self.config) for part in parts]
-        with torch.no_grad():  # of the policy before the first update of the batch
-            old = [
-                [self.forward(self.model, sequence)[0] for sequence in batch] for batch in batches
-            ]
+        with torch.no_grad():  # the policy before the first update of the batch
+            old = [[self.forward(self.model, s)[0] for s in batch] for batch in batches]
         return [self.update(batch, before) for batch, before in zip(batches, old)]
 
     def update(self, batch: list[Sequence], old: list[torch.Tensor]) -> dict:
@@ -112,8 +115,8 @@ class PlainLearner:
         """Logprob and entropy of the trained tokens."""
         step = sequence.step
         ids = torch.from_numpy(ids_of(step).astype(np.int64))
-        routes = None if sequence.routes is None else torch.from_numpy(sequence.routes)
-        with forced(model, routes):
+        routing = None if sequence.routing is None else torch.from_numpy(sequence.routing)
+        with forced(model, routing):
             logits = model(ids[None, :-1]).logits[0, len(step.prompt_ids) - 1 :]
         everything = (logits / self.config.rollout.temperature).log_softmax(-1)
         logprob = everything.gather(1, ids[len(step.prompt_ids) :, None]).squeeze(1)
@@ -122,38 +125,46 @@ class PlainLearner:
 
 
 def learning_rate(config: Config, update: int) -> float:
-    """Of update 0, 1, ...: a linear warm-up to the whole rate, then down, so that min_lr would come after the last."""
-    settings, number = config.optimizer, update + 1
+    """Linear warm-up, then decay that reaches min_lr one update after the last; update: from 0."""
+    settings = config.optimizer
+    number = update + 1
     warmup = max(settings.warmup_steps, 1)
     if number <= warmup:
         return settings.lr * number / warmup
     done = (number - warmup) / (config.optimizer_steps + 1 - warmup)
-    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
-        settings.schedule
-    ]
-    return settings.min_lr + left * (settings.lr - settings.min_lr)
+    remaining = {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+    }
+    return settings.min_lr + remaining[settings.schedule] * (settings.lr - settings.min_lr)
 
 
-# ---------------------------------------------------------------- advantages, weights, experts
+# ---------------------------------------------------------------- advantages, weights, routing
 
 
 def sequences(groups: list[Group], config: Config) -> list[Sequence]:
-    """Of a mini-batch: its steps, those that train nothing left out."""
+    """The steps of a mini-batch."""
     weight = weights(groups, config.loss.reduction)
     result = []
     for group in groups:
-        advantage, routes = advantages(group, config), routes_of(group, config)
+        advantage = advantages(group, config)
+        routing = routing_of(group, config)
         for trajectory in group.trajectories:
             for step in trajectory.steps:
                 key = trajectory.index, step.index
-                result.append(Sequence(step, advantage[key], weight[(group.id, *key)], routes[key]))
+                result.append(
+                    Sequence(step, advantage[key], weight[(group.id, *key)], routing[key])
+                )
     return result
 
 
 def advantages(group: Group, config: Config) -> dict[tuple[int, int], float]:
     """By trajectory and step."""
     settings = config.advantage
-    returns, states, totals = {}, {}, {}
+    returns = {}
+    states = {}
+    totals = {}
     for trajectory in group.trajectories:
         rewards = [step.reward for step in trajectory.steps]
         totals[trajectory.index] = sum(rewards)
@@ -185,25 +196,26 @@ def standardized(value: float, among: list[float]) -> float:
 
 
 def weights(groups: list[Group], reduction: str) -> dict[tuple[int, int, int], float]:
-    """Of each trained token, by group, trajectory and step."""
+    """Weight of each trained token, by group, trajectory and step."""
     tokens = {
         (g.id, t.index, s.index): int(s.loss_mask.sum())
         for g in groups
         for t in g.trajectories
         for s in t.steps
     }
-    kept = {"token": 0, "prompt": 1, "trajectory": 2, "step": 3}[
-        reduction
-    ]  # of the key: what counts the same
-    units = defaultdict(int)
+    # The part of the key that names the unit of equal weight.
+    parts = {"token": 0, "prompt": 1, "trajectory": 2, "step": 3}[reduction]
+    units: dict[tuple, int] = defaultdict(int)
     for key, count in tokens.items():
-        units[key[:kept]] += count
-    return {key: 1 / len(units) / units[key[:kept]] for key in tokens}
+        units[key[:parts]] += count
+    return {key: 1 / len(units) / units[key[:parts]] for key in tokens}
 
 
-def routes_of(group: Group, config: Config) -> dict[tuple[int, int], np.ndarray | None]:
-    """Experts of each step's tokens: its own (split), or those of the first step that sampled the token, else of the
-    first that has it (owner)."""
+def routing_of(group: Group, config: Config) -> dict[tuple[int, int], np.ndarray | None]:
+    """Routing of each step, by routing_replay.on_conflict.
+
+    split: its own; owner: that of the first step that sampled the token, else that holds it.
+    """
     steps = [(t.index, step) for t in group.trajectories for step in t.steps]
     if not config.routing_replay.enabled:
         return {(index, step.index): None for index, step in steps}
@@ -216,11 +228,12 @@ def routes_of(group: Group, config: Config) -> dict[tuple[int, int], np.ndarray 
                 owned[path] = claim, experts
     result = {}
     for index, step in steps:
-        routes = np.full((len(step) - 1, *step.routing.shape[1:]), -1)
+        routing = np.full((len(step) - 1, *step.routing.shape[1:]), -1)  # [T, layers, k]
         for n, experts in enumerate(step.routing):
             path = ids_of(step)[: n + 1].tobytes()
-            routes[n] = owned[path][1] if config.routing_replay.on_conflict == "owner" else experts
-        result[index, step.index] = routes
+            is_owned = config.routing_replay.on_conflict == "owner"
+            routing[n] = owned[path][1] if is_owned else experts
+        result[index, step.index] = routing
     return result
 
 
@@ -229,7 +242,8 @@ def routes_of(group: Group, config: Config) -> dict[tuple[int, int], np.ndarray 
 
 class Metrics:
     def __init__(self):
-        self.loss, self.rows = 0.0, defaultdict(list)
+        self.loss = 0.0
+        self.rows: dict[str, list[float]] = defaultdict(list)
 
     def add(self, loss: torch.Tensor, **columns: torch.Tensor) -> None:
         self.loss += loss.item()
@@ -238,36 +252,37 @@ class Metrics:
 
     def read(self) -> dict[str, float]:
         rows = self.rows
-        gap = np.array(rows["gap"])
+        difference = np.array(rows["difference"])
         names = {
             "entropy": "entropy",
             "ratio": "ratio_mean",
             "clipped": "clip_fraction",
             "kl": "kl_reference",
             "importance": "importance_mean",
-            "cut": "importance_clipped_fraction",
+            "bounded": "importance_clipped_fraction",
             "size": "advantage_abs_mean",
         }
         return {f"train/{name}": float(np.mean(rows[column])) for column, name in names.items()} | {
             "train/loss": self.loss,
-            "train/tokens_trained": len(gap),
+            "train/tokens_trained": len(difference),
             "train/ratio_max": max(rows["ratio"]),
             "train/kl_clamped_fraction": float(np.mean(np.array(rows["kl"]) >= 10)),
             "train/skipped": 0.0,
-            "mismatch/kl": float(np.mean(np.exp(gap) - gap - 1)),
-            "mismatch/mean_abs": float(np.abs(gap).mean()),
-            "mismatch/max_abs": float(np.abs(gap).max()),
+            "mismatch/kl": float(np.mean(np.exp(difference) - difference - 1)),
+            "mismatch/mean_abs": float(np.abs(difference).mean()),
+            "mismatch/max_abs": float(np.abs(difference).max()),
         }
 
 
 def step_loss(
     config: Config, sequence: Sequence, x, entropy, policy_before, reference, metrics: Metrics
 ):
-    settings, advantage = config.loss, sequence.advantage
+    settings = config.loss
+    advantage = sequence.advantage
     rollout = torch.from_numpy(sequence.step.logprobs[sequence.step.loss_mask])
     old = rollout if settings.old_logprobs == "rollout" else policy_before
     term, ratio, clipped = surrogate(settings, x, old, advantage)
-    importance, cut = importance_of(config, old - rollout)
+    importance, bounded = importance_of(config, old - rollout)
     term = term * importance
     d = reference - x
     kl = torch.zeros_like(x)
@@ -276,7 +291,7 @@ def step_loss(
     loss = (
         sequence.weight * (term + settings.kl_coef * kl - settings.entropy_coef * entropy)
     ).sum()
-    gap = (x if settings.old_logprobs == "rollout" else old) - rollout
+    difference = (x if settings.old_logprobs == "rollout" else old) - rollout
     metrics.add(
         loss,
         entropy=entropy,
@@ -284,8 +299,8 @@ def step_loss(
         clipped=clipped,
         kl=kl,
         importance=importance,
-        cut=cut,
-        gap=gap,
+        bounded=bounded,
+        difference=difference,
         size=torch.full_like(x, abs(advantage)),
     )
     return loss
@@ -294,13 +309,12 @@ def step_loss(
 def surrogate(
     settings, x, old, advantage: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Term, ratio, and where it is clipped."""
+    """Term, ratio, and whether it is clipped."""
     ratio = (x - old).exp()
     if settings.type == "reinforce":
         return -advantage * x, ratio, torch.zeros_like(x)
-    if (
-        settings.type == "gspo"
-    ):  # the paper's GSPO-token: each token has the gradient of its own logprob
+    if settings.type == "gspo":
+        # The paper's GSPO-token: each token has the gradient of its own logprob.
         ratio = (x - old).mean().exp().detach() * (x - x.detach()).exp()
     bounded = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     if settings.type == "cispo":
@@ -314,24 +328,18 @@ def surrogate(
 def importance_of(
     config: Config, log_importance: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factor of each term, and where it is not the importance itself."""
-    settings, correction = config.loss, config.loss.importance_sampling.mode
-    if correction == "auto":
-        correction = (
-            "truncate"
-            if config.asynchronous.max_staleness > 0 and settings.old_logprobs == "policy"
-            else "none"
-        )
-    if correction == "none":
+    """The factor of each term, and whether it differs from the importance ratio."""
+    settings = config.loss.importance_sampling
+    mode = settings.mode
+    if mode == "auto":
+        is_stale = config.asynchronous.max_staleness > 0 and config.loss.old_logprobs == "policy"
+        mode = "truncate" if is_stale else "none"
+    if mode == "none":
         return torch.ones_like(log_importance), torch.zeros_like(log_importance)
-    if settings.importance_sampling.level == "step":
+    if settings.level == "step":
         log_importance = log_importance.sum().expand_as(log_importance)
     importance = log_importance.detach().exp()
-    if correction == "truncate":
-        return importance.clamp(
-            max=settings.importance_sampling.high
-        ), importance > settings.importance_sampling.high
-    inside = (importance >= settings.importance_sampling.low) & (
-        importance <= settings.importance_sampling.high
-    )
+    if mode == "truncate":
+        return importance.clamp(max=settings.high), importance > settings.high
+    inside = (importance >= settings.low) & (importance <= settings.high)
     return inside.float(), ~inside

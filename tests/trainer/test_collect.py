@@ -1,4 +1,4 @@
-"""`megastep rollout` and `eval`: signals while episodes go on, places that cannot be written."""
+"""`megastep rollout` and `eval`: signals during episodes, unwritable output files."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from tests.bad_input.harness import CONFIG, refused
 
 
 def test_sigterm_in_an_episode_ends_the_command(monkeypatch):
-    """The handler runs wherever the main thread is: here in an environment's own code, which catches everything."""
+    """The handler interrupts the main thread, here in environment code that catches everything."""
     closed = []
 
     async def episode(number: int) -> None:
@@ -55,11 +55,11 @@ def test_out_that_cannot_be_written(name, reason, tmp_path):
     refused("rollout", CONFIG, "--out", f"{tmp_path}/{name}", names=reason)
 
 
-def test_a_refusal_leaves_no_log(tmp_path):
+def test_invalid_input_leaves_no_log(tmp_path):
     refused("rollout", CONFIG, "--out", f"{tmp_path}/x", "env.name=nope", names="env.name = nope")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "a\0b"])
-def test_view_of_no_path(path):
+def test_view_of_an_invalid_path(path):
     refused("view", path)

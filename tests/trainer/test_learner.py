@@ -1,5 +1,7 @@
-"""Learner and PolicyWorker together against a plain transformers loop (tests/trainer/plain_loop.py): two batches of three
-prompts, two mini-batches each, and a value other than the default for every setting that passes through."""
+"""Learner and PolicyWorker against a plain transformers loop (tests/trainer/plain_loop.py).
+
+Two batches of three prompts, two mini-batches each, with settings that differ from the defaults.
+"""
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ COMMON = {
     "train.mini_batch_prompts": 2,
     "train.steps": 2,
     "train.micro_batch_tokens": 120,
-    "routing_replay.min_agreement": 0.0,  # the recorded experts are made up
+    "routing_replay.min_agreement": 0.0,  # the recorded routing is made up
     "optimizer.lr": 1e-2,
     "optimizer.betas": [0.8, 0.9],
     "optimizer.eps": 1e-3,
@@ -91,7 +93,7 @@ def test_two_batches_equal_a_plain_loop(name, ranks, models):
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_schedules_equal_a_plain_loop(schedule, ranks, models):
-    """A9: the whole rate once the warm-up is over, and a last update that still counts."""
+    """A9: the full rate after the warm-up, and a rate above min_lr in the last update."""
     folder, _ = models(MODEL)
     scheduled = {
         "optimizer.schedule": schedule,
@@ -126,26 +128,27 @@ def compare(mine: dict, theirs: dict) -> None:
 # ---------------------------------------------------------------- micro-batches
 
 
-def laid_out(folder, layout: dict = {}, **settings) -> list[list]:
-    """Micro-batches of each rank, from 3 prompts."""
-    given = {"train.micro_batch_tokens": 4096} | {
-        key.replace("__", "."): value for key, value in settings.items()
-    }
-    learner = Learner(cases.make_config(folder, layout, given), policy=None)
+def packed(folder, parallel: dict | None = None, **settings) -> list[list]:
+    """Micro-batches of each data rank, from 3 prompts."""
+    given: dict = {"train.micro_batch_tokens": 4096}
+    given |= {key.replace("__", "."): value for key, value in settings.items()}
+    learner = Learner(cases.make_config(folder, parallel or {}, given), policy=None)
     return learner.pack(conflicting_groups(prompts=3), "token")[0]
 
 
-def test_layout_settings_reach_the_micro_batches(models):
-    """train.pack_layout, train.micro_batch_tokens, policy.ranks, policy.parallel: they change no update, so the
-    comparison with the plain loop does not see them."""
+def test_packing_settings_reach_the_micro_batches(models):
+    """train.pack_layout, train.micro_batch_tokens, policy.ranks, policy.parallel.
+
+    They change no update, so that the comparison with the plain loop does not cover them.
+    """
     folder, _ = models(MODEL)
 
     def lengths(*given, **settings):
-        return [[len(m.trie) for m in batches] for batches in laid_out(folder, *given, **settings)]
+        return [[len(m.trie) for m in batches] for batches in packed(folder, *given, **settings)]
 
-    ((flat,),), ((merge,),), ((trie,),) = (
-        lengths(train__pack_layout=name) for name in ("flat", "merge", "trie")
-    )
+    ((flat,),) = lengths(train__pack_layout="flat")
+    ((merge,),) = lengths(train__pack_layout="merge")
+    ((trie,),) = lengths(train__pack_layout="trie")
     assert flat > merge > trie
     (small,) = lengths(train__micro_batch_tokens=64)
     assert len(small) > 1 and max(small) <= 64
@@ -154,13 +157,13 @@ def test_layout_settings_reach_the_micro_batches(models):
     aligned = lengths(dict(tensor=4), policy__ranks=4, train__micro_batch_tokens=64)
     assert all(length % 4 == 0 for length in aligned[0])
     for pipeline in (2, 3):
-        layout = dict(pipeline=pipeline, virtual=2)
-        (rounds,) = lengths(layout, policy__ranks=pipeline, train__micro_batch_tokens=64)
+        parallel = dict(pipeline=pipeline, virtual=2)
+        (rounds,) = lengths(parallel, policy__ranks=pipeline, train__micro_batch_tokens=64)
         assert len(rounds) % pipeline == 0
 
 
-def test_the_softmax_keeps_as_many_rows_as_the_config_says(ranks, models):
-    """policy.logits_chunk_rows: a matter of memory, and of no result."""
+def test_logits_chunk_rows_reaches_the_loss(ranks, models):
+    """policy.logits_chunk_rows changes memory, not results."""
     folder, _ = models(MODEL)
     for rows in (48, 1000):
         (kept,) = ranks(1).run(
@@ -176,7 +179,8 @@ class Recorder:
     """A fake Policy that records its calls."""
 
     def __init__(self):
-        self.begun, self.batches = [], []
+        self.begun: list[tuple] = []
+        self.batches: list[list[list[int]]] = []
 
     def begin(self, *arguments) -> None:
         self.begun.append(arguments)
@@ -190,8 +194,8 @@ class Recorder:
         return [Update(metrics) for _ in mini_batches]
 
 
-def test_a_warm_start_is_as_long_as_the_config_says(models):
-    """warm_start.epochs, batch and lr; afterwards everything begins as the rest of the config says."""
+def test_warm_start_settings(models):
+    """warm_start.epochs, batch and lr; then the settings of reinforcement learning."""
     folder, _ = models(MODEL)
     settings = {
         "warm_start.trajectories": 5,
@@ -205,7 +209,8 @@ def test_a_warm_start_is_as_long_as_the_config_says(models):
     }
 
     def started(seed: int):
-        policy, losses = Recorder(), []
+        policy = Recorder()
+        losses: list[float] = []
         config = cases.make_config(folder, {}, {**settings, "train.seed": seed})
         demonstrations = conflicting_groups(prompts=5)
         metrics = Learner(config, policy).warm_start(demonstrations, losses.append)
@@ -214,26 +219,19 @@ def test_a_warm_start_is_as_long_as_the_config_says(models):
     config, policy, losses, metrics = started(seed=1)
     assert losses == [float(n) for n in range(1, 10)] and metrics == {"warm_start/loss": 9.0}
     (supervised, supervised_loss, steps), (optimizer, loss, rest) = policy.begun
-    assert (supervised.lr, supervised.schedule, supervised.min_lr, steps) == (
-        0.02,
-        "linear",
-        0.0,
-        9,
-    )
+    assert steps == 9
+    assert (supervised.lr, supervised.schedule, supervised.min_lr) == (0.02, "linear", 0.0)
     assert supervised.betas == [0.7, 0.8]
-    assert (supervised_loss.type, supervised_loss.kl_coef, supervised_loss.entropy_coef) == (
-        "nll",
-        0.0,
-        0.0,
-    )
+    assert supervised_loss.type == "nll"
+    assert (supervised_loss.kl_coef, supervised_loss.entropy_coef) == (0.0, 0.0)
     assert (optimizer, loss, rest) == (config.optimizer, config.policy_loss, 4)
     epochs = [[id for (batch,) in policy.batches[n : n + 3] for id in batch] for n in (0, 3, 6)]
     assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
     assert started(seed=1)[1].batches == policy.batches != started(seed=2)[1].batches
 
 
-def test_demonstrations_are_learned_without_temperature_replay_kl_and_entropy(ranks, models):
-    """They were neither sampled nor routed; rollouts afterwards are."""
+def test_warm_start_without_temperature_routing_replay_kl_and_entropy(ranks, models):
+    """Demonstrations were neither sampled nor routed; rollouts afterwards are."""
     folder, model = models(MODEL)
     settings = {
         "rollout.temperature": 0.5,
@@ -249,9 +247,8 @@ def test_demonstrations_are_learned_without_temperature_replay_kl_and_entropy(ra
     (found,) = ranks(1).run(cases.warm_start, folder=folder, settings=settings, groups=groups)
     plain = PlainLearner(folder, cases.make_config(folder, {}, {}))
     with torch.no_grad():
-        logprobs = [
-            plain.forward(model, Sequence(step, 0.0, 0.0, None))[0] for step in steps_of(groups)
-        ]
+        steps = [Sequence(step, 0.0, 0.0, None) for step in steps_of(groups)]
+        logprobs = [plain.forward(model, sequence)[0] for sequence in steps]
     assert found["losses"][0] == pytest.approx(-torch.cat(logprobs).mean().item(), rel=1e-4)
     assert found["losses"][1] < found["losses"][0]
     assert found["temperatures"] == [1.0, 1.0, 0.5] and found["kinds"] == ["nll", "nll", "ppo_clip"]

@@ -1,4 +1,4 @@
-"""The loop itself, on episodes and a policy that are made up: what it asks of its parts, and in which order."""
+"""The training loop with fake episodes and a fake policy: what it calls, and in which order."""
 
 import asyncio
 from types import SimpleNamespace
@@ -6,14 +6,16 @@ from types import SimpleNamespace
 import pytest
 
 from megastep.checkpoint.loop_state import LoopState
-from megastep.config import load
+from megastep.config import CheckpointConfig, load
 from megastep.console import LiveLine
 from megastep.errors import RunFailed
 from megastep.rollout import stream
-from megastep.rollout.data import PromptStream
+from megastep.rollout.data import Prompt, PromptStream
 from megastep.samples import store
+from megastep.trainer import loop as loop_module
 from megastep.trainer.loop import Loop
 from megastep.trainer.rundir import Run
+from megastep.types import FAILED, FinishReason, Group
 from tests.rollout.test_stream import Episodes
 from tests.runs import LOCAL
 
@@ -21,7 +23,7 @@ GIVEN = ("rollout.prompts=4", "train.mini_batch_prompts=4", "train.steps=9", "ru
 
 
 class Versioned(Episodes):
-    """Every token of an episode was sampled by policy `version`."""
+    """Every token of an episode has weight version `version`."""
 
     version = 0
 
@@ -32,12 +34,13 @@ class Versioned(Episodes):
         return trajectory
 
 
-class CutOff(Versioned):
-    """Every trajectory of an even prompt is cut off."""
+class Truncated(Versioned):
+    """Every trajectory of an even prompt is truncated."""
 
     async def run_episode(self, prompt, index):
         trajectory = await super().run_episode(prompt, index)
-        trajectory.steps[0].finish = "stop" if prompt.id % 2 else "length"
+        is_odd = prompt.id % 2 == 1
+        trajectory.steps[0].finish = FinishReason.STOP if is_odd else FinishReason.LENGTH
         return trajectory
 
 
@@ -56,7 +59,7 @@ class Policy:
         return call
 
 
-def make_loop(tmp_path, episodes: Episodes, *given: str, state=LoopState(0)) -> Loop:
+def make_loop(tmp_path, episodes: Episodes, *given: str, state: LoopState | None = None) -> Loop:
     prompts = PromptStream([{"n": n} for n in range(50)], seed=0)
     task = SimpleNamespace(
         pool=lambda _: episodes,
@@ -70,7 +73,8 @@ def make_loop(tmp_path, episodes: Episodes, *given: str, state=LoopState(0)) -> 
         sync=lambda: 7,
         to_policy=lambda: None,
     )
-    loop = Loop(load(LOCAL, [*GIVEN, *given]), task, cluster, Run(tmp_path, None, state), log=None)
+    run = Run(tmp_path, None, state or LoopState(0))
+    loop = Loop(load(LOCAL, [*GIVEN, *given]), task, cluster, run, log=None)
     episodes.stream = loop.stream
     return loop
 
@@ -80,12 +84,13 @@ async def held_out(prompts: list, on_trajectory) -> list:
 
 
 @pytest.mark.parametrize("version, kept", [(3, 0), (5, 4), (6, 4)])
-def test_s15_what_is_too_old_is_not_trained_on_whatever_the_schedule_was(version, kept, tmp_path):
-    """The loop looks at the tokens' own versions."""
+def test_s15_stale_tokens_are_not_trained_on(version, kept, tmp_path):
+    """By the versions of the tokens, not by the schedule."""
     episodes = Versioned()
     episodes.version = version
     loop = make_loop(tmp_path, episodes, "async.max_staleness=1")
-    loop.staleness.synced_versions, loop.step = [3, 5, 6], 1
+    loop.staleness.synced_versions = [3, 5, 6]
+    loop.step = 1
     with loop.stream:
         groups, metrics = loop.collect()
     assert (
@@ -95,28 +100,28 @@ def test_s15_what_is_too_old_is_not_trained_on_whatever_the_schedule_was(version
 
 
 @pytest.mark.parametrize(
-    "sampling, kept, played", [(True, [1, 3, 5, 7], 8), (False, [0, 1, 2, 3], 4)]
+    "sampling, kept, prompts", [(True, [1, 3, 5, 7], 8), (False, [0, 1, 2, 3], 4)]
 )
 def test_a10_a_group_without_a_trained_token_does_not_fill_a_batch(
-    sampling, kept, played, tmp_path
+    sampling, kept, prompts, tmp_path
 ):
-    """Rewards differ in every group. A group that trains nothing is replaced by dynamic sampling; without it, it stays
-    in its mini-batch. A trajectory that is both masked and dropped counts once."""
+    """Dynamic sampling replaces a group whose tokens are all masked; without it, the group stays.
+
+    Rewards differ in every group. A trajectory that is both masked and dropped counts once.
+    """
     loop = make_loop(
-        tmp_path, CutOff(), "filters.truncated=mask", f"filters.dynamic_sampling={sampling}"
+        tmp_path, Truncated(), "filters.truncated=mask", f"filters.dynamic_sampling={sampling}"
     )
     loop.step = 1
     with loop.stream:
         groups, metrics = loop.collect()
-    assert [group.id for group in groups] == kept and metrics["rollout/prompts"] == played
-    assert (
-        metrics["filter/dropped"] == played // 2 * CutOff.samples_per_prompt
-        and metrics["filter/dropped_fraction"] == 0.5
-    )
+    assert [group.id for group in groups] == kept and metrics["rollout/prompts"] == prompts
+    assert metrics["filter/dropped"] == prompts // 2 * Truncated.samples_per_prompt
+    assert metrics["filter/dropped_fraction"] == 0.5
 
 
-def test_s15_groups_that_are_given_up_are_counted(tmp_path):
-    """async.on_stale=drop: prompt 1 never ends, and nobody waits for it."""
+def test_s15_dropped_groups_are_counted(tmp_path):
+    """async.on_stale=drop: prompt 1 never ends, and the loop does not wait for it."""
     loop = make_loop(
         tmp_path,
         Versioned(lambda id, index: None if id == 1 else 0.0),
@@ -132,7 +137,7 @@ def test_s15_groups_that_are_given_up_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize("evaluates", [True, False])
-def test_s5_x6_an_evaluation_that_was_under_way_is_made_again(evaluates, tmp_path):
+def test_s5_x6_an_interrupted_evaluation_runs_again(evaluates, tmp_path):
     state = LoopState(2, evaluates=evaluates, synced_versions=[3, 5])
     loop = make_loop(tmp_path, Versioned(), "async.max_staleness=1", state=state)
     with loop.stream:
@@ -141,15 +146,12 @@ def test_s5_x6_an_evaluation_that_was_under_way_is_made_again(evaluates, tmp_pat
         if evaluates:
             step, future = loop.evaluation._step, loop.evaluation._groups
             assert step == 2 and future.result() == ["held out"]
-    assert loop.staleness.synced_versions == [
-        3,
-        5,
-        7,
-    ]  # what the engines had before, and what they have now
+    # The versions before the restart, and the one of the engines now.
+    assert loop.staleness.synced_versions == [3, 5, 7]
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_x6_a_checkpoint_that_was_written_counts_while_groups_are_waited_for(
+def test_x6_a_background_checkpoint_is_published_during_a_rollout(
     in_background, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(stream, "MEANWHILE_S", 0.01)
@@ -166,7 +168,7 @@ def test_x6_a_checkpoint_that_was_written_counts_while_groups_are_waited_for(
 
 
 class Judged(Episodes):
-    """One step each; `judge(prompt, index, trajectory)` gives it a reward, or whatever else befalls it."""
+    """One step each; `judge(prompt, index, trajectory)` sets its reward, or an error."""
 
     def __init__(self, judge):
         super().__init__()
@@ -182,7 +184,8 @@ class Judged(Episodes):
 def collected(tmp_path, judge, *given: str) -> tuple[list, dict]:
     """The groups to train on, as {id: indices of its trajectories}, and the metrics."""
     loop = make_loop(tmp_path, Judged(judge), *given)
-    loop.staleness.synced_versions, loop.step = [0], 1
+    loop.staleness.synced_versions = [0]
+    loop.step = 1
     with loop.stream:
         groups, metrics = loop.collect()
     return {group.id: [t.index for t in group.trajectories] for group in groups}, metrics
@@ -192,12 +195,12 @@ def rewarded(id, index, trajectory):
     trajectory.steps[0].reward = float(index)
 
 
-EVERYONE = [0, 1, 2]  # the trajectories of a prompt
+ALL = [0, 1, 2]  # the trajectories of a prompt
 
 
-@pytest.mark.parametrize("stop_reason", ["env_error", "env_timeout", "engine_error", "abort"])
-def test_episodes_that_failed_are_not_trained_on(stop_reason, tmp_path):
-    """Whatever reward they had by then."""
+@pytest.mark.parametrize("stop_reason", FAILED)
+def test_failed_episodes_are_not_trained_on(stop_reason, tmp_path):
+    """Even with a reward."""
 
     def judge(id, index, trajectory):
         rewarded(id, index, trajectory)
@@ -205,34 +208,31 @@ def test_episodes_that_failed_are_not_trained_on(stop_reason, tmp_path):
             trajectory.stop_reason = stop_reason
 
     kept, metrics = collected(tmp_path, judge)
-    assert kept == {0: EVERYONE, 1: [0, 1], 2: EVERYONE, 3: EVERYONE}
+    assert kept == {0: ALL, 1: [0, 1], 2: ALL, 3: ALL}
     assert metrics["filter/dropped"] == 1 and metrics["rollout/trajectories"] == 12
 
 
-def test_rewards_that_are_not_finite_are_not_trained_on(tmp_path):
+def test_non_finite_rewards_are_not_trained_on(tmp_path):
     def judge(id, index, trajectory):
         trajectory.steps[0].reward = float("nan") if (id, index) == (2, 0) else float(index)
 
     kept, metrics = collected(tmp_path, judge)
-    assert (
-        kept == {0: EVERYONE, 1: EVERYONE, 2: [1, 2], 3: EVERYONE}
-        and metrics["filter/dropped"] == 1
-    )
+    assert kept == {0: ALL, 1: ALL, 2: [1, 2], 3: ALL}
+    assert metrics["filter/dropped"] == 1
 
 
 @pytest.mark.parametrize(
-    "policy, kept, trained", [("keep", EVERYONE, 6), ("mask", EVERYONE, 4), ("drop", [0, 2], 4)]
+    "policy, kept, trained", [("keep", ALL, 6), ("mask", ALL, 4), ("drop", [0, 2], 4)]
 )
-def test_trajectories_that_were_cut_off_are_treated_as_filters_over_long_says(
-    policy, kept, trained, tmp_path
-):
+def test_filters_truncated(policy, kept, trained, tmp_path):
     def judge(id, index, trajectory):
         rewarded(id, index, trajectory)
         if (id, index) == (1, 1):
-            trajectory.steps[0].finish = "length"
+            trajectory.steps[0].finish = FinishReason.LENGTH
 
     loop = make_loop(tmp_path, Judged(judge), f"filters.truncated={policy}")
-    loop.staleness.synced_versions, loop.step = [0], 1
+    loop.staleness.synced_versions = [0]
+    loop.step = 1
     with loop.stream:
         (group,) = [group for group in loop.collect()[0] if group.id == 1]
     assert [t.index for t in group.trajectories] == kept
@@ -244,24 +244,23 @@ def odd_ones_differ(id, index, trajectory):
 
 
 @pytest.mark.parametrize(
-    "given, ids, played",
+    "given, ids, prompts",
     [
         ([], [0, 1, 2, 3], 4),
         (["filters.zero_variance=true"], [1, 3], 4),
         (["filters.dynamic_sampling=true"], [1, 3, 5, 7], 8),
     ],
 )
-def test_prompts_whose_trajectories_earned_the_same(given, ids, played, tmp_path):
-    """Kept, left out, or replaced by others until the batch is full; dynamic_sampling needs no zero_variance."""
+def test_degenerate_groups(given, ids, prompts, tmp_path):
+    """Kept, dropped, or replaced; dynamic_sampling needs no zero_variance."""
     kept, metrics = collected(tmp_path, odd_ones_differ, *given)
     assert list(kept) == ids
-    assert metrics["rollout/prompts"] == played and metrics["filter/dropped"] == 3 * (
-        played - len(ids)
-    )
+    assert metrics["rollout/prompts"] == prompts
+    assert metrics["filter/dropped"] == 3 * (prompts - len(ids))
 
 
 @pytest.mark.parametrize("limit", [2, 3])
-def test_dynamic_sampling_gives_up_after_max_batches(limit, tmp_path):
+def test_dynamic_sampling_fails_after_max_batches(limit, tmp_path):
     def all_alike(id, index, trajectory):
         trajectory.steps[0].reward = 1.0
 
@@ -273,12 +272,82 @@ def test_dynamic_sampling_gives_up_after_max_batches(limit, tmp_path):
         )
 
 
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture
+def minutes(monkeypatch):
+    """`minutes(n)`: lets n minutes pass for the loop."""
+    now_s = 1000.0
+
+    def wait(count: float) -> None:
+        nonlocal now_s
+        now_s += 60 * count
+
+    monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    return wait
+
+
+def test_default_checkpoint_intervals():
+    settings = CheckpointConfig()
+    assert (settings.every_steps, settings.every_minutes) == (10, 15.0)
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_x6_a_checkpoint_is_due_after_every_minutes(step, minutes, tmp_path):
+    """Counted from the start, then from the last checkpoint, whichever training step it is."""
+    loop = make_loop(
+        tmp_path, Versioned(), "checkpoint.every_steps=0", "checkpoint.every_minutes=2.5"
+    )
+    loop.step = step
+    assert not loop.is_checkpoint_due()
+    minutes(2.4)
+    assert not loop.is_checkpoint_due()
+    minutes(0.2)
+    assert loop.is_checkpoint_due()
+    with loop.stream:
+        loop.save(tmp_path)
+    assert loop.saved_step == step and not loop.is_checkpoint_due()
+    minutes(2.4)
+    assert not loop.is_checkpoint_due()
+    minutes(0.2)
+    assert loop.is_checkpoint_due()
+
+
+def test_x6_every_minutes_is_0_for_no_such_limit(minutes, tmp_path):
+    loop = make_loop(
+        tmp_path, Versioned(), "checkpoint.every_steps=4", "checkpoint.every_minutes=0"
+    )
+    minutes(10_000)
+    due = []
+    for step in range(1, 10):
+        loop.step = step
+        due.append(loop.is_checkpoint_due())
+    assert [step for step, is_due in enumerate(due, 1) if is_due] == [4, 8, 9]  # 9: the last
+
+
+def test_x6_a_training_step_saves_once_the_minutes_have_passed(minutes, tmp_path, monkeypatch):
+    """Training steps of four minutes: a checkpoint after each second and after the last."""
+    given = ("checkpoint.every_steps=0", "checkpoint.every_minutes=7", "train.steps=5")
+    loop = make_loop(tmp_path, Judged(rewarded), *given, "optimizer.warmup_steps=0")
+    loop.learner = SimpleNamespace(learn=lambda groups: minutes(4) or {}, policy=None)
+    loop.log = SimpleNamespace(write=lambda step, metrics: None)
+    loop.cluster.sync = lambda: 0
+    saved: list[tuple[str, int]] = []
+    loop.cluster.policy.on_call = lambda method: saved.append((method, loop.step))
+    loop.evaluation.pool = SimpleNamespace(run=evaluated(asyncio.run(one_group(loop)), loop, []))
+    monkeypatch.setattr(LiveLine, "show", lambda self, metrics: None)
+    loop.run([])
+    assert [step for method, step in saved if method == "save"] == [2, 4, 5]
+
+
 # ---------------------------------------------------------------- a whole run
 
 
-def test_what_happens_at_which_step(tmp_path, monkeypatch):
-    """train.steps, loop.eval_every, checkpoint.every_steps, run.rollouts_every, run.report_prompts, rollout.prompts,
-    eval.prompts."""
+def test_schedule_of_a_run(tmp_path, monkeypatch):
+    """train.steps, train.eval_every, checkpoint.every_steps, run.rollouts_every,
+    run.report_prompts, rollout.prompts, eval.prompts.
+    """
     loop = make_loop(
         tmp_path,
         Judged(rewarded),
@@ -291,14 +360,17 @@ def test_what_happens_at_which_step(tmp_path, monkeypatch):
         "rollout.prompts=3",
         "optimizer.warmup_steps=0",
     )
-    learned, rows, saved, begun = [], [], [], []
+    learned: list[list[int]] = []
+    rows: list[tuple[int, dict]] = []
+    saved: list[tuple[str, int]] = []
+    begun: list[int] = []
     loop.learner = SimpleNamespace(
         learn=lambda groups: learned.append([g.id for g in groups]) or {}, policy=None
     )
     loop.log = SimpleNamespace(write=lambda step, metrics: rows.append((step, metrics)))
     loop.cluster.policy.on_call = lambda method: saved.append((method, loop.step))
-    loop.cluster.sync = lambda: 0  # the version that the episodes have
-    held_out_groups = asyncio.run(play_all(loop))
+    loop.cluster.sync = lambda: 0  # the weight version of the episodes
+    held_out_groups = asyncio.run(one_group(loop))
     loop.evaluation.pool = SimpleNamespace(run=evaluated(held_out_groups, loop, begun))
     monkeypatch.setattr(LiveLine, "show", lambda self, metrics: None)
     loop.run([])
@@ -312,11 +384,8 @@ def test_what_happens_at_which_step(tmp_path, monkeypatch):
     assert kept == {"step_5": [12, 13, 14], "step_7": [18, 19, 20], "latest": [18, 19]}
 
 
-async def play_all(loop) -> list:
+async def one_group(loop) -> list:
     """A group for the evaluation to return."""
-    from megastep.rollout.data import Prompt
-    from megastep.types import Group
-
     return [
         Group(0, [await loop.stream.pool.run_episode(Prompt(0, {}), index) for index in range(3)])
     ]

@@ -1,4 +1,4 @@
-"""X6: where a run begins and where it goes on, whichever run its checkpoint is of."""
+"""X6: which checkpoint a run starts or resumes from, its own or that of another run."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from tests.runs import LOCAL
 
 
 def checkpoint(root: Path, step: int) -> Path:
-    """As far as the driver looks at it."""
+    """The files that the driver reads."""
     folder = root / f"step_{step}"
     folder.mkdir(parents=True)
     LoopState(step).write(folder)
@@ -50,23 +50,20 @@ def first(tmp_path) -> Path:
     return tmp_path / "first"
 
 
-def test_the_command_that_began_a_run_goes_on_with_it(first, tmp_path):
-    """Also where it names the checkpoint of another run: a job that is requeued is the same command again."""
-    begun_with = first / "checkpoints" / "step_8"
-    assert find(tmp_path, "second", begun_with).checkpoint == begun_with
-    assert find(tmp_path, "second").checkpoint == begun_with  # killed before it had one of its own
+def test_the_same_command_resumes_its_run(first, tmp_path):
+    """Even if it names the checkpoint of another run: a requeued job repeats its command."""
+    origin = first / "checkpoints" / "step_8"
+    assert find(tmp_path, "second", origin).checkpoint == origin
+    assert find(tmp_path, "second").checkpoint == origin  # killed before its first checkpoint
     own = checkpoint(tmp_path / "second" / "checkpoints", 10)
-    assert (
-        find(tmp_path, "second", begun_with).checkpoint
-        == find(tmp_path, "second").checkpoint
-        == own
-    )
+    assert find(tmp_path, "second", origin).checkpoint == own
+    assert find(tmp_path, "second").checkpoint == own
     with pytest.raises(CheckpointError, match="step_10: is ahead of step 0"):
         find(tmp_path, "second", first / "start" / "step_0")
 
 
-def test_the_reference_stays_that_of_the_first_run(first, tmp_path):
-    """However often a run goes on from the checkpoint of another, and is resumed itself."""
+def test_the_kl_reference_stays_that_of_the_first_run(first, tmp_path):
+    """Across any number of runs that start from each other's checkpoints, and resumes."""
     start = first / "start" / "step_0"
     assert find(tmp_path, "first").reference() == start
     assert find(tmp_path, "second", first / "checkpoints" / "step_8").reference() == start
@@ -77,7 +74,7 @@ def test_the_reference_stays_that_of_the_first_run(first, tmp_path):
     assert find(tmp_path, "third").reference() == start
 
 
-def test_a_reference_that_is_gone_is_refused_where_it_is_needed(first, tmp_path):
+def test_a_missing_kl_reference_is_an_error_if_it_is_needed(first, tmp_path):
     find(tmp_path, "second", first / "checkpoints" / "step_8")
     checkpoint(tmp_path / "second" / "checkpoints", 10)
     (first / "start").rename(first / "elsewhere")
@@ -86,16 +83,14 @@ def test_a_reference_that_is_gone_is_refused_where_it_is_needed(first, tmp_path)
     assert find(tmp_path, "second", kl=0).state.step == 10
 
 
-def test_a_start_is_a_runs_own_or_anothers(first, tmp_path):
+def test_start_checkpoints_of_this_run_and_of_another(first, tmp_path):
     assert find(tmp_path, "second", first / "start" / "step_0").comes_from_another
     checkpoint(tmp_path / "second" / "start", 0)
-    assert (
-        not find(tmp_path, "second").comes_from_another
-        and not find(tmp_path, "new").comes_from_another
-    )
+    assert not find(tmp_path, "second").comes_from_another
+    assert not find(tmp_path, "new").comes_from_another
 
 
-def test_a_run_that_begins_anew_forgets_where_it_came_from(first, tmp_path):
+def test_resume_never_clears_the_origin(first, tmp_path):
     find(tmp_path, "second", first / "checkpoints" / "step_8")
     assert find(tmp_path, "second", "never").checkpoint is None
     assert find(tmp_path, "second").checkpoint is None
@@ -126,8 +121,8 @@ def hold(folder: Path, *more: str) -> subprocess.Popen:
     return process
 
 
-def test_a_run_is_one_processs_at_a_time(tmp_path):
-    """C5: whoever comes second is told who holds the run, and nothing of it is touched; kill -9 lets go of it."""
+def test_one_process_per_run(tmp_path):
+    """C5: a second one ends with an error that names the holder. kill -9 unlocks the run."""
     folder = tmp_path / "r"
     folder.mkdir()
     holder = hold(folder)
@@ -136,8 +131,8 @@ def test_a_run_is_one_processs_at_a_time(tmp_path):
             "train", LOCAL, "warm_start.trajectories=0", f"run.dir={tmp_path}", "run.name=r"
         )
         assert line == (
-            f"error: {folder}: in use by process {holder.pid} on {socket.gethostname()}; wait for it to "
-            "end, stop it, or give another run.name"
+            f"error: {folder}: in use by process {holder.pid} on {socket.gethostname()}; "
+            "wait for it to end, stop it, or give another run.name"
         )
         assert [path.name for path in folder.iterdir()] == ["lock"]
     finally:
@@ -147,7 +142,7 @@ def test_a_run_is_one_processs_at_a_time(tmp_path):
 
 
 def test_a_child_does_not_inherit_the_lock(tmp_path):
-    """A forked one may outlive a killed parent."""
+    """A forked child may outlive a killed parent."""
     folder = tmp_path / "r"
     folder.mkdir()
     holder = hold(folder, "fork")
@@ -162,7 +157,7 @@ def test_a_child_does_not_inherit_the_lock(tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_what_another_process_wrote_meanwhile_is_not_overlooked(first, tmp_path):
+def test_a_checkpoint_of_another_process_since_find_is_an_error(first, tmp_path):
     config = load(LOCAL, [f"run.dir={tmp_path}", "run.name=first"])
     run = Run.find(config, "local")
     checkpoint(first / "checkpoints", 9)

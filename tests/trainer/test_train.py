@@ -1,4 +1,4 @@
-"""The main job through the command line: Ray, vLLM and Megatron, learning, being killed, going on."""
+"""`megastep train` with Ray, vLLM and Megatron: learning, kills and resumes."""
 
 import json
 import os
@@ -15,11 +15,14 @@ from megastep.checkpoint.loop_state import LoopState
 from megastep.checkpoint.manifest import latest, read_manifest
 from megastep.report.metrics_log import read_metrics
 from megastep.samples import store
+from megastep.types import Group
+from tests.policy.updates import steps_of
 from tests.processes import alive, descendants, wait_for
 from tests.runs import LOCAL, begin, exported, left, megastep, run, trained_ids
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs, on a machine that may be busy
-RISE = 0.25  # of held-out success in the shortened quickstart; the whole one gains more than 0.55
+# Held-out success in the shortened quickstart; the full one gains more than 0.55.
+RISE = 0.25
 LISTED = (
     "reward/mean",
     "reward/success",
@@ -59,7 +62,7 @@ def quick(tmp_path_factory):
 
 
 def test_s18_x2_success_of_held_out_prompts_rises(quick):
-    """On real engines and ranks; what is compared was sampled before the first step and after the last."""
+    """On real engines and ranks, from before the first training step to after the last."""
     rows = read_metrics(quick[0])
     assert [row["step"] for row in rows] == list(range(9))
     first, last = rows[0]["eval/success"], rows[-1]["eval/success"]
@@ -75,7 +78,7 @@ def test_s5_metrics_have_their_names_and_count_trajectories(quick):
 
 
 def test_d2_the_trainer_sees_what_the_engine_sampled(quick):
-    """fp32 and replayed experts: logprobs of both sides differ by rounding; the thinking is folded, not repeated."""
+    """fp32 with routing replay: logprobs differ by rounding only. Shared prefixes are merged."""
     for row in read_metrics(quick[0])[1:]:
         assert row["mismatch/max_abs"] < 1e-3 and row["train/skipped"] == 0
         assert row["train/sequences_after_merge"] < row["train/sequences_before_merge"]
@@ -84,23 +87,13 @@ def test_d2_the_trainer_sees_what_the_engine_sampled(quick):
 
 def test_the_run_directory_is_complete(quick):
     folder, done = quick
-    assert {
-        "config.yaml",
-        "metrics.jsonl",
-        "log.txt",
-        "start",
-        "checkpoints",
-        "rollouts",
-        "wandb",
-        "report.html",
-        "curves.png",
-    } <= {p.name for p in folder.iterdir()}
+    files = {"config.yaml", "metrics.jsonl", "log.txt", "report.html", "curves.png"}
+    folders = {"start", "checkpoints", "rollouts", "wandb"}
+    assert files | folders <= {path.name for path in folder.iterdir()}
     assert "8/8" in done.stdout and f"checkpoint: {folder}/checkpoints/step_8" in done.stdout
     assert "held-out success" in done.stdout
-    assert (
-        sum(len(g.trajectories) for g in store.read(folder / "rollouts" / "step_8.safetensors"))
-        == 256
-    )
+    groups = store.read(folder / "rollouts" / "step_8.safetensors")
+    assert sum(len(group.trajectories) for group in groups) == 256
 
 
 def test_d7_wandb_is_written_offline(quick):
@@ -109,17 +102,17 @@ def test_d7_wandb_is_written_offline(quick):
 
 
 def test_output_is_quiet(quick):
-    """Warnings of the libraries are in log.txt, not on the screen."""
+    """Warnings of libraries are in log.txt, not on the terminal."""
     assert quick[1].stderr.strip() == ""
     assert "Transformer Engine and Apex are not installed" in (quick[0] / "log.txt").read_text()
 
 
-def test_a_finished_run_says_so(quick):
+def test_a_finished_run_does_not_train_again(quick):
     again = run(megastep("train", quick[0].parent, "quick", "train.steps=8"))
     assert again.returncode == 0 and "has its 8 steps already" in again.stdout
 
 
-def test_a_run_does_not_begin_where_another_has_checkpoints(quick, capsys):
+def test_a_new_run_is_rejected_in_a_folder_with_newer_checkpoints(quick, capsys):
     given = [f"run.dir={quick[0].parent}", "run.name=quick", "warm_start.trajectories=0"]
     for elsewhere in ("never", f"{quick[0]}/start/step_0"):
         assert cli.main(["train", LOCAL, *given, f"run.resume={elsewhere}"]) == 2
@@ -127,13 +120,15 @@ def test_a_run_does_not_begin_where_another_has_checkpoints(quick, capsys):
 
 
 def test_d6_checkpoint_of_the_run_exports_and_imports(quick, tmp_path):
-    """The tool, both ways, on a checkpoint that two expert-parallel ranks wrote."""
+    """tools/convert_ckpt.py, both ways, on a checkpoint of two expert-parallel ranks."""
     import torch
 
     from megastep.weights.hf_files import HFReader
 
     convert = [sys.executable, "tools/convert_ckpt.py"]
-    first, again, back = tmp_path / "hf", tmp_path / "hf2", tmp_path / "ckpt"
+    first = tmp_path / "hf"
+    again = tmp_path / "hf2"
+    back = tmp_path / "ckpt"
     checkpoint = quick[0] / "checkpoints" / "step_8"
     subprocess.run(
         [*convert, "export", checkpoint, first, "--shard-size", "300KB"],
@@ -150,8 +145,9 @@ def test_d6_checkpoint_of_the_run_exports_and_imports(quick, tmp_path):
 
 # ---------------------------------------------------------------- killed, resumed, interrupted
 
-# One engine and one call at a time: what shares a forward pass is then the same in every run. With dynamic sampling the
-# data's position does not follow from the step, and the KL needs the policy of the start.
+# One engine and one call at a time: every run has the same batches in the engine. With dynamic
+# sampling the position in the data does not follow from the training step, and the KL term needs
+# the initial policy.
 SMALL = (
     "train.steps=6",
     "rollout.prompts=4",
@@ -167,7 +163,7 @@ SMALL = (
 
 
 def numbers(folder) -> list[dict]:
-    """All metrics but those that tell the time."""
+    """All metrics but times and rates."""
     return [
         {
             name: value
@@ -180,7 +176,7 @@ def numbers(folder) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def killed(quick, tmp_path_factory):
-    """A run of six steps, and another that was killed while it wrote a checkpoint and then resumed."""
+    """A run of six training steps, and one that was killed during a checkpoint and resumed."""
     folder = tmp_path_factory.mktemp("killed")
     start = f"run.resume={quick[0]}/start/step_0"
     whole = begin(megastep("train", folder, "whole", *SMALL, start))
@@ -190,7 +186,8 @@ def killed(quick, tmp_path_factory):
         wait_for(lambda: (checkpoints / "step_3").exists() or victim.poll() is not None, 300)
         family = descendants(victim.pid)
         step = kill_in_mid_save(victim, pids(family, "ray::PolicyRank"), checkpoints)
-        after_kill = latest(checkpoints).name, (checkpoints / f"step_{step}.partial").exists(), step
+        is_partial = (checkpoints / f"step_{step}.partial").exists()
+        after_kill = latest(checkpoints).name, is_partial, step
         wait_for(lambda: not left(family), 60)
         resumed = run(megastep("train", folder, "killed", *SMALL))
         assert resumed.returncode == 0, resumed.stderr[-3000:]
@@ -203,7 +200,7 @@ def killed(quick, tmp_path_factory):
 
 
 def kill_in_mid_save(process, ranks: list[int], checkpoints) -> int:
-    """The ranks, which write it, before the driver; returns the step of the checkpoint."""
+    """Kill the ranks, which write the checkpoint, then the driver; returns its training step."""
     deadline = time.time() + 200
     while time.time() < deadline:
         assert process.poll() is None, process.stderr.read()[-3000:]
@@ -217,9 +214,9 @@ def kill_in_mid_save(process, ranks: list[int], checkpoints) -> int:
     raise TimeoutError
 
 
-def test_x6_a_kill_in_mid_save_leaves_the_checkpoint_before(killed):
-    folder, (newest, is_partly_there, step) = killed
-    assert newest == f"step_{step - 1}" and is_partly_there and step >= 4
+def test_x6_a_kill_during_a_save_leaves_the_previous_checkpoint(killed):
+    folder, (newest, is_partial, step) = killed
+    assert newest == f"step_{step - 1}" and is_partial and step >= 4
     assert latest(folder / "killed" / "checkpoints").name == "step_6"
     assert not list((folder / "killed" / "checkpoints").glob("*.partial"))
 
@@ -230,31 +227,28 @@ def test_x6_killed_and_resumed_is_the_same_run_bit_for_bit(killed, tmp_path):
     folder, _ = killed
     whole, resumed = numbers(folder / "whole"), numbers(folder / "killed")
     assert [row["step"] for row in whole] == list(range(7)) and resumed == whole
-    assert (
-        any(row["train/grad_norm"] > 0 for row in whole[4:]) and whole[-1]["train/kl_reference"] > 0
-    )
-    one, two = (
-        exported(folder / n / "checkpoints" / "step_6", tmp_path / n) for n in ("whole", "killed")
-    )
+    assert any(row["train/grad_norm"] > 0 for row in whole[4:])
+    assert whole[-1]["train/kl_reference"] > 0
+    one = exported(folder / "whole" / "checkpoints" / "step_6", tmp_path / "whole")
+    two = exported(folder / "killed" / "checkpoints" / "step_6", tmp_path / "killed")
     assert set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_x5_dynamic_sampling_plays_others_in_the_place_of_prompts_without_a_signal(killed):
-    """So the test above has seen that the data's position survives, which does not follow from the step."""
+def test_x5_dynamic_sampling_replaces_degenerate_groups(killed):
+    """So the test above covers a position in the data that does not follow from the step."""
     rows = read_metrics(killed[0] / "whole")[1:]
     assert max(row["rollout/prompts"] for row in rows) > 4
-    assert all(
-        row["train/optimizer_steps"] == 2 and row["staleness/max"] == 0 for row in rows
-    )  # of four prompts each time
+    # Batches are still of four prompts.
+    assert all(row["train/optimizer_steps"] == 2 and row["staleness/max"] == 0 for row in rows)
 
 
-# ---------------------------------------------------------------- ahead of training
+# ---------------------------------------------------------------- asynchronous
 
 
 @pytest.fixture(scope="module")
-def ahead(quick, tmp_path_factory):
-    """The same quickstart from the same warm start, a batch ahead of training."""
-    folder = tmp_path_factory.mktemp("ahead")
+def asynchronous(quick, tmp_path_factory):
+    """The same quickstart from the same warm start, with rollouts a batch ahead of training."""
+    folder = tmp_path_factory.mktemp("asynchronous")
     given = (
         "train.steps=8",
         "async.max_staleness=1",
@@ -262,53 +256,45 @@ def ahead(quick, tmp_path_factory):
         "train.eval_every=3",
         f"run.resume={quick[0]}/start/step_0",
     )
-    done = run(megastep("train", folder, "ahead", *given))
+    done = run(megastep("train", folder, "run", *given))
     assert done.returncode == 0, done.stderr[-3000:]
-    return folder / "ahead"
+    return folder / "run"
 
 
-def test_s15_it_learns_ahead_of_training(ahead):
-    rows = read_metrics(ahead)
+def test_s15_asynchronous_training_learns(asynchronous):
+    rows = read_metrics(asynchronous)
     first, last = rows[0]["eval/success"], rows[-1]["eval/success"]
     assert first <= 0.4 and last >= first + RISE, (first, last)
     assert rows[0]["eval/step"] == 0 and rows[-1]["eval/step"] == 8
-    assert any(
-        row.get("eval/step") in (3, 6) and row["step"] > row["eval/step"] for row in rows
-    )  # beside training
+    # An evaluation that ran alongside training.
+    assert any(row.get("eval/step") in (3, 6) and row["step"] > row["eval/step"] for row in rows)
 
 
-def test_s15_no_trained_token_is_older_than_allowed(ahead):
-    """From the tokens' own versions; and corrected by what the trainer makes of them."""
-    rows = read_metrics(ahead)
+def test_s15_no_trained_token_is_staler_than_allowed(asynchronous):
+    """By the versions of the tokens; importance sampling corrects for the staleness."""
+    rows = read_metrics(asynchronous)
     for row in rows[1:]:
-        groups = store.read(ahead / "rollouts" / f"step_{row['step']}.safetensors")
-        versions = {
-            int(v)
-            for g in groups
-            for t in g.trajectories
-            for s in t.steps
-            for v in s.versions[:, 0]
-        }
-        assert max(versions) <= row["rollout/version"] - 2  # two optimizer steps a batch
+        versions = versions_of(asynchronous, row)
+        assert max(versions) <= row["rollout/version"] - 2  # two optimizer steps per batch
         assert row["staleness/max"] <= 1 and row["rollout/version"] - min(versions) <= 2 * 2
         assert row["train/importance_mean"] == pytest.approx(1, abs=0.2)
-    assert (
-        max(row["staleness/max"] for row in rows[1:]) == 1
-        and sum(row["async/dropped"] for row in rows[1:]) == 0
-    )
+    assert max(row["staleness/max"] for row in rows[1:]) == 1
+    assert sum(row["async/dropped"] for row in rows[1:]) == 0
     assert any(row["train/importance_mean"] != 1 and row["mismatch/kl"] > 1e-6 for row in rows[1:])
 
 
-def test_s5_s15_every_prompt_is_trained_once_and_counted_by_trajectory(ahead):
-    assert sorted(trained_ids(ahead, 8)) == list(range(8 * 16))
-    for row in read_metrics(ahead)[1:]:
+def test_s5_s15_every_prompt_is_trained_once_and_counted_by_trajectory(asynchronous):
+    assert sorted(trained_ids(asynchronous, 8)) == list(range(8 * 16))
+    for row in read_metrics(asynchronous)[1:]:
         assert row["rollout/trajectories"] == 256
         assert row["turn/count"] == pytest.approx(256 * row["rollout/turns_mean"])
 
 
-def test_x5_s15_dynamic_sampling_works_ahead_of_training(quick, tmp_path):
-    """Prompts without a signal are replaced, also by groups that were begun ahead; none is played for two steps, nor
-    lost, though the run is asked to stop and goes on."""
+def test_x5_s15_asynchronous_dynamic_sampling(quick, tmp_path):
+    """Degenerate groups are replaced, also by groups that began earlier.
+
+    No group is trained twice or lost, though the run is stopped and resumed.
+    """
     given = (
         *SMALL,
         "rollout.concurrency=16",
@@ -324,19 +310,18 @@ def test_x5_s15_dynamic_sampling_works_ahead_of_training(quick, tmp_path):
     assert process.wait(120) == 75, process.stderr.read()[-3000:]
     saved = latest(tmp_path / "both" / "checkpoints")
     done = run(megastep("train", tmp_path, "both", *given))
-    assert done.returncode == 0 and f"continues after step {saved.name[5:]}" in done.stdout, (
-        done.stderr[-3000:]
-    )
-    rows, played = read_metrics(tmp_path / "both")[1:], trained_ids(tmp_path / "both", 6)
-    assert len(set(played)) == len(played) == sum(row["rollout/prompts"] for row in rows) > 6 * 4
-    left_over = LoopState.read(latest(tmp_path / "both" / "checkpoints"))
-    outstanding = [*left_over.unfinished, *(group.id for group in left_over.ready)]
-    assert sorted(played + outstanding) == list(range(len(played) + len(outstanding)))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"continues after step {saved.name[5:]}" in done.stdout
+    rows = read_metrics(tmp_path / "both")[1:]
+    trained = trained_ids(tmp_path / "both", 6)
+    assert len(set(trained)) == len(trained) == sum(row["rollout/prompts"] for row in rows)
+    assert len(trained) > 6 * 4
+    state = LoopState.read(latest(tmp_path / "both" / "checkpoints"))
+    outstanding = [*state.unfinished, *(group.id for group in state.ready)]
+    assert sorted(trained + outstanding) == list(range(len(trained) + len(outstanding)))
     assert all(row["train/optimizer_steps"] == 2 and row["staleness/max"] <= 1 for row in rows)
-    assert (
-        max(row["staleness/max"] for row in rows) == 1
-        and sum(row["filter/dropped"] for row in rows) > 0
-    )
+    assert max(row["staleness/max"] for row in rows) == 1
+    assert sum(row["filter/dropped"] for row in rows) > 0
 
 
 KILLS = int(os.environ.get("MEGASTEP_KILLS", 3))
@@ -344,9 +329,12 @@ KILLS = int(os.environ.get("MEGASTEP_KILLS", 3))
 
 @pytest.mark.timeout(1200 + 120 * KILLS)
 def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
-    """MEGASTEP_KILLS=20 for more of them: an engine, the driver or a rank, at random moments. A third of the latter two
-    happen while a run that goes on starts, loads and gets its groups back."""
-    random, steps = Random(0), 4 + 4 * KILLS
+    """Kills of an engine, the driver or a rank at random times; MEGASTEP_KILLS=20 for more.
+
+    A third of the kills of driver and ranks happen while a resumed run starts and restores.
+    """
+    random = Random(0)
+    steps = 4 + 4 * KILLS
     kinds = [("ray::Engine", "megastep train", "ray::PolicyRank")[i % 3] for i in range(KILLS)]
     given = (
         f"train.steps={steps}",
@@ -361,8 +349,10 @@ def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
         "policy.ranks=1",
         "policy.parallel.expert=1",
     )
-    folder, start = tmp_path / "killed", f"run.resume={quick[0]}/start/step_0"
-    command, ready = megastep("train", tmp_path, "killed", *given, start), []
+    folder = tmp_path / "killed"
+    start = f"run.resume={quick[0]}/start/step_0"
+    command = megastep("train", tmp_path, "killed", *given, start)
+    ready: list[Group] = []
     process = begin(command)
     try:
         for kind in kinds:
@@ -373,13 +363,10 @@ def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
             )
             strike(process, kind, folder, early, 3 * random.random())
             if kind == "ray::Engine":
-                continue  # the run goes on without it until it is back
-            ready += [
-                g
-                for path in folder.glob("checkpoints/step_*[0-9]/ready.safetensors")
-                for g in store.read(path)
-            ]
-            process = begin(command)  # the same one: it goes on
+                continue  # the run continues without it until it has restarted
+            for path in folder.glob("checkpoints/step_*[0-9]/ready.safetensors"):
+                ready += store.read(path)
+            process = begin(command)  # the same command resumes
         _, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors[-3000:]
     finally:
@@ -387,58 +374,49 @@ def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == list(range(steps + 1))
     assert sorted(trained_ids(folder, steps)) == list(range(4 * steps))
-    assert (
-        sum(row["filter/dropped"] + row["async/dropped"] for row in rows[1:]) == 0
-    )  # all that was played was trained
-    before, after = quick[0] / "start" / "step_0", folder / "checkpoints" / f"step_{steps}"
-    assert (
-        read_manifest(after)["optimizer_steps"] == read_manifest(before)["optimizer_steps"] + steps
-    )
-    assert ready and all(
-        step.routing is not None for g in ready for t in g.trajectories for step in t.steps
-    )
-    ages = [oldest_token(folder, row) for row in rows[1:]]
-    assert ages == [row["staleness/max"] for row in rows[1:]] and max(ages) in (1, 2)
+    # Every trajectory that was generated was trained on.
+    assert sum(row["filter/dropped"] + row["async/dropped"] for row in rows[1:]) == 0
+    before = read_manifest(quick[0] / "start" / "step_0")["optimizer_steps"]
+    after = read_manifest(folder / "checkpoints" / f"step_{steps}")["optimizer_steps"]
+    assert after == before + steps
+    assert ready and all(step.routing is not None for step in steps_of(ready))
+    staleness = [max_staleness(folder, row) for row in rows[1:]]
+    assert staleness == [row["staleness/max"] for row in rows[1:]] and max(staleness) in (1, 2)
 
 
-def oldest_token(folder, row: dict) -> int:
-    """Its age, where a batch is one optimizer step: versions since it was sampled, to the policy that was trained."""
+def versions_of(folder, row: dict) -> set[int]:
+    """Weight versions of the tokens of a training step."""
     groups = store.read(folder / "rollouts" / f"step_{row['step']}.safetensors")
-    versions = [
-        version
-        for g in groups
-        for t in g.trajectories
-        for s in t.steps
-        for version, _ in s.versions
-    ]
-    return row["rollout/version"] - 1 - min(versions)
+    return {int(version) for step in steps_of(groups) for version in step.versions[:, 0]}
+
+
+def max_staleness(folder, row: dict) -> int:
+    """Of the trained tokens, where a batch is one optimizer step."""
+    return row["rollout/version"] - 1 - min(versions_of(folder, row))
 
 
 def strike(process, kind: str, folder, early: bool, delay_s: float) -> None:
-    """kill -9, some time after the next step, or, early, after there is something to kill. Waits until all is gone."""
+    """kill -9 after the next training step, or, early, once the victim runs; waits for the end."""
     seen = len(read_metrics(folder))
 
     def victims() -> list[int]:
-        return (
-            [process.pid] if kind.startswith("megastep") else pids(descendants(process.pid), kind)
-        )
+        if kind.startswith("megastep"):
+            return [process.pid]
+        return pids(descendants(process.pid), kind)
 
-    wait_for(
-        lambda: (
-            process.poll() is not None or (early or len(read_metrics(folder)) > seen) and victims()
-        ),
-        300,
-    )
+    def is_time() -> bool:
+        if process.poll() is not None:
+            return True
+        return (early or len(read_metrics(folder)) > seen) and bool(victims())
+
+    wait_for(is_time, 300)
     assert process.poll() is None, process.stderr.read()[-3000:]
     time.sleep(5 * delay_s if early else delay_s)
     family = descendants(process.pid)
-    os.kill(
-        min(victims()), signal.SIGKILL
-    )  # not a process that a rank has forked to write a checkpoint
-    print(
-        f"killed {kind} {'early' if early else ''} after step {len(read_metrics(folder)) - 1}",
-        flush=True,
-    )
+    # The lowest pid: ranks fork processes that write checkpoints.
+    os.kill(min(victims()), signal.SIGKILL)
+    when = "early " if early else ""
+    print(f"killed {kind} {when}after step {len(read_metrics(folder)) - 1}", flush=True)
     if kind != "ray::Engine":
         process.wait(120)
         wait_for(lambda: not left(family), 60)

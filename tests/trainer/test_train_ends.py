@@ -1,10 +1,11 @@
-"""The main job: its training half alone, mistakes and failures, being interrupted and being asked to stop."""
+"""`megastep train`: on saved rollouts, bad input, failures, SIGINT and SIGTERM."""
 
 import argparse
 import contextlib
 import os
 import signal
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,11 +24,11 @@ from tests.runs import BARE, FEW, LOCAL, begin, exported, left, megastep, run, t
 pytestmark = pytest.mark.timeout(1200)  # whole runs, on a machine that may be busy
 
 
-# ---------------------------------------------------------------- the training half alone
+# ---------------------------------------------------------------- saved rollouts
 
 
 def rollout_of_turns(ids: range, turns: list[int]) -> list[Group]:
-    """Groups of trajectories with so many turns each; the sampled tokens are random."""
+    """Groups of trajectories with these numbers of turns; sampled tokens are random."""
     random = np.random.default_rng(ids.start)
 
     def step(index: int, last: bool, prompt: np.ndarray, reward: float) -> Step:
@@ -44,7 +45,8 @@ def rollout_of_turns(ids: range, turns: list[int]) -> list[Group]:
         )
 
     def trajectory(id: int, index: int, count: int) -> Trajectory:
-        prompt, steps = np.array([1, 4 + id], np.int32), []
+        prompt = np.array([1, 4 + id], np.int32)
+        steps: list[Step] = []
         for turn in range(count):
             last = turn == count - 1
             steps.append(step(turn, last, prompt, float(last and index == 0)))
@@ -56,14 +58,12 @@ def rollout_of_turns(ids: range, turns: list[int]) -> list[Group]:
 
 @pytest.fixture(scope="module")
 def trained_on_saved(tmp_path_factory):
-    """Two batches of six prompts, two prompts per optimizer step: one turn each, and 1 to 9 turns. Both step by step
-    and as whole trajectories."""
+    """Two batches of six prompts: one turn each, and 1 to 9 turns. Packed flat and merged."""
     folder = tmp_path_factory.mktemp("saved")
     file = folder / "rollouts.safetensors"
-    store.write(
-        file,
-        rollout_of_turns(range(6), [1] * 9) + rollout_of_turns(range(6, 12), list(range(1, 10))),
-    )
+    single = rollout_of_turns(range(6), [1] * 9)
+    many = rollout_of_turns(range(6, 12), list(range(1, 10)))
+    store.write(file, single + many)
     given = (
         "--rollouts",
         str(file),
@@ -72,52 +72,45 @@ def trained_on_saved(tmp_path_factory):
         "routing_replay.enabled=false",
         "optimizer.warmup_steps=0",
     )
-    layouts = [
+    processes = [
         begin(megastep("train", folder, layout, *given, f"train.pack_layout={layout}"))
         for layout in ("flat", "merge")
     ]
-    for process in layouts:
+    for process in processes:
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors[-3000:]
     return folder
 
 
-def test_s13_optimizer_steps_depend_on_prompts_alone(trained_on_saved):
+def test_s13_optimizer_steps_depend_only_on_prompts(trained_on_saved):
     single, many = read_metrics(trained_on_saved / "merge")
     assert (single["turn/count"], many["turn/count"]) == (6 * 9, 6 * 45)
     assert single["train/optimizer_steps"] == many["train/optimizer_steps"] == 3
     assert many["train/tokens_trained"] == 6 * 45 * 4 and many["train/grad_norm"] > 0
     manifest = read_manifest(trained_on_saved / "merge" / "checkpoints" / "step_2")
     assert manifest["optimizer_steps"] == 6
-    assert (
-        "vllm" not in (trained_on_saved / "merge" / "log.txt").read_text()
-    )  # no engine was started
+    # No engine was started.
+    assert "vllm" not in (trained_on_saved / "merge" / "log.txt").read_text()
 
 
 def test_s18_steps_and_whole_trajectories_make_the_same_updates(trained_on_saved, tmp_path):
-    """Every prompt extends the one before, so a trajectory can be one sequence; six optimizer steps, losses of each."""
-    steps, whole = read_metrics(trained_on_saved / "flat"), read_metrics(trained_on_saved / "merge")
+    """Every prompt extends the previous one, so that a trajectory can be one sequence."""
+    steps = read_metrics(trained_on_saved / "flat")
+    whole = read_metrics(trained_on_saved / "merge")
     assert [row["train/sequences_after_merge"] for row in steps] == [6 * 9, 6 * 45]
     assert [row["train/sequences_after_merge"] for row in whole] == [6 * 9, 6 * 9]
-    for name in (
-        "train/loss",
-        "train/grad_norm",
-        "train/entropy",
-        "mismatch/kl",
-        "train/ratio_max",
-    ):
-        np.testing.assert_allclose(
-            [r[name] for r in steps], [r[name] for r in whole], rtol=1e-4, atol=1e-6
-        )
-    one, two = (
-        exported(trained_on_saved / n / "checkpoints" / "step_2", tmp_path / n)
-        for n in ("flat", "merge")
-    )
+    names = ("train/loss", "train/grad_norm", "train/entropy", "mismatch/kl", "train/ratio_max")
+    for name in names:
+        by_step = [row[name] for row in steps]
+        by_trajectory = [row[name] for row in whole]
+        np.testing.assert_allclose(by_step, by_trajectory, rtol=1e-4, atol=1e-6)
+    one = exported(trained_on_saved / "flat" / "checkpoints" / "step_2", tmp_path / "flat")
+    two = exported(trained_on_saved / "merge" / "checkpoints" / "step_2", tmp_path / "merge")
     for name in one:
         np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
-# ---------------------------------------------------------------- mistakes and failures
+# ---------------------------------------------------------------- bad input and failures
 
 
 @pytest.mark.parametrize(
@@ -145,7 +138,7 @@ def test_s18_steps_and_whole_trajectories_make_the_same_updates(trained_on_saved
         ("run.resume=nowhere", "nowhere: no such checkpoint"),
     ],
 )
-def test_s4_mistakes_are_a_line_each_before_anything_starts(
+def test_s4_bad_input_is_one_line_before_any_process_starts(
     override, message, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
@@ -160,52 +153,48 @@ def test_a_run_directory_that_cannot_be_written(capsys, tmp_path):
     assert f"error: {tmp_path}/file/local-" in capsys.readouterr().err
 
 
-def test_what_a_rank_refuses_is_a_line(capsys, tmp_path):
-    """It comes through Ray, with the rank's traceback around it."""
+def test_a_training_error_of_a_rank_is_one_line(capsys, tmp_path):
+    """Ray wraps it with the rank's traceback."""
     from ray.exceptions import RayTaskError
 
     from megastep.errors import TrainingError
 
-    def refuse(config):
+    def fail(config):
         raise RayTaskError(
             "learn", "Traceback of the rank", TrainingError("the routes belong to other tokens")
         )
 
     args = argparse.Namespace(config=LOCAL, overrides=[f"run.dir={tmp_path}"])
-    assert cli._run(args, refuse) == 1
+    assert cli._run(args, fail) == 1
     assert capsys.readouterr().err.strip() == "error: the routes belong to other tokens"
 
 
-def test_a_checkpoint_that_a_rank_refuses_is_a_mistake_and_a_line(capsys, tmp_path):
-    """As Ray raises it: an error that is of both classes, and whose text is the rank's traceback."""
+def test_a_checkpoint_error_of_a_rank_is_exit_code_2_and_one_line(capsys, tmp_path):
+    """As Ray raises it: an error of both classes, whose text is the rank's traceback."""
     from ray.exceptions import RayTaskError
 
     from megastep.errors import CheckpointError
 
-    def refuse(config):
+    def fail(config):
         raise RayTaskError(
             "load", "Traceback\nof the rank", CheckpointError("step_3: damaged")
         ).as_instanceof_cause()
 
     args = argparse.Namespace(config=LOCAL, overrides=[f"run.dir={tmp_path}"])
-    assert cli._run(args, refuse) == 2
+    assert cli._run(args, fail) == 2
     assert capsys.readouterr().err == "error: step_3: damaged\n"
 
 
-def test_x5_dynamic_sampling_gives_up_with_a_reason():
-    from types import SimpleNamespace
-
+def test_x5_dynamic_sampling_fails_with_a_reason():
     given = ["filters.dynamic_sampling=true", "filters.max_batches=2", "rollout.prompts=2"]
     loop = SimpleNamespace(config=load(LOCAL, [*given, "train.mini_batch_prompts=2"]))
     group = Group(0, [])
-    assert (
-        Loop.still_wanted(loop, [group], [group] * 2) == 1
-        and Loop.still_wanted(loop, [group] * 2, [group] * 4) == 0
-    )
+    assert Loop.missing_groups(loop, [group], [group] * 2) == 1
+    assert Loop.missing_groups(loop, [group] * 2, [group] * 4) == 0
     with pytest.raises(
         RunFailed, match="filters.max_batches = 2: of 4 prompts 1 had an advantage other than 0"
     ):
-        Loop.still_wanted(loop, [group], [group] * 4)
+        Loop.missing_groups(loop, [group], [group] * 4)
 
 
 def test_an_environment_that_always_raises_ends_the_run(tmp_path):
@@ -228,10 +217,9 @@ def small_disk(tmp_path):
     """A file system of 64 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder], capture_output=True
-    ).returncode:
-        pytest.skip("only root may mount a small disk")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a file system")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
 
@@ -251,9 +239,8 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(small_disk):
     assert line.startswith(f"error: {small_disk}") and line.endswith("(No space left on device)")
     wait_for(lambda: not left(family), 60)
     saved = latest(checkpoints)
-    assert saved is not None and read_manifest(saved)["step"] == int(
-        saved.name.removeprefix("step_")
-    )
+    assert saved is not None
+    assert read_manifest(saved)["step"] == int(saved.name.removeprefix("step_"))
 
 
 def fill(path) -> None:
@@ -265,9 +252,8 @@ def fill(path) -> None:
 @pytest.mark.parametrize("phase", ["start", "warm start", "steps"])
 def test_interrupt_leaves_no_process_and_the_last_checkpoint(phase, tmp_path):
     """Ctrl-C reaches every process of the terminal's foreground group."""
-    process = begin(
-        megastep("train", tmp_path, "stopped", *(() if phase == "warm start" else BARE), *FEW)
-    )
+    given = FEW if phase == "warm start" else (*BARE, *FEW)
+    process = begin(megastep("train", tmp_path, "stopped", *given))
     checkpoints = tmp_path / "stopped" / "checkpoints"
     try:
         if phase == "start":
@@ -281,9 +267,8 @@ def test_interrupt_leaves_no_process_and_the_last_checkpoint(phase, tmp_path):
         _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors, (
-        errors[-3000:]
-    )
+    assert process.returncode == 130, errors[-3000:]
+    assert "interrupted" in errors and "Traceback" not in errors, errors[-3000:]
     wait_for(lambda: not left(family), 60)
     saved = latest(checkpoints)
     assert (saved is None) == (phase != "steps")
@@ -291,8 +276,8 @@ def test_interrupt_leaves_no_process_and_the_last_checkpoint(phase, tmp_path):
         assert read_manifest(saved)["step"] == int(saved.name.removeprefix("step_"))
 
 
-def test_x6_sigterm_ends_with_a_checkpoint_and_the_next_run_goes_on(tmp_path):
-    """Engines and policy take turns here, so a checkpoint is written while the policy rests."""
+def test_x6_sigterm_ends_with_a_checkpoint_to_resume_from(tmp_path):
+    """Colocated: the checkpoint is written while the policy is offloaded."""
     given = (
         *BARE,
         *FEW,
@@ -306,19 +291,19 @@ def test_x6_sigterm_ends_with_a_checkpoint_and_the_next_run_goes_on(tmp_path):
         wait_for(lambda: len(read_metrics(folder)) > 3 or process.poll() is not None, 400)
         family = descendants(process.pid)
         process.terminate()
-        process.terminate()  # a second one changes nothing
+        process.terminate()  # a second signal changes nothing
         _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
     last = read_metrics(folder)[-1]["step"]
-    assert (
-        process.returncode == 75 and f"\nstopped after step {last}; the same command" in errors
-    ), errors[-3000:]
-    assert latest(folder / "checkpoints").name == f"step_{last}"
+    saved = folder / "checkpoints" / f"step_{last}"
+    hint = f"to resume from {saved}: the same command with run.name=stopped"
+    assert process.returncode == 75, errors[-3000:]
+    assert f"\nstopped after step {last}; {hint}\n" in errors, errors[-3000:]
+    assert latest(folder / "checkpoints") == saved
     wait_for(lambda: not left(family), 60)
     done = run(megastep("train", tmp_path, "stopped", *given, f"train.steps={last + 2}"))
-    assert done.returncode == 0 and f"continues after step {last}" in done.stdout, done.stderr[
-        -3000:
-    ]
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"continues after step {last}" in done.stdout
     assert [row["step"] for row in read_metrics(folder)] == list(range(last + 3))
     assert sorted(trained_ids(folder, last + 2)) == list(range(2 * (last + 2)))
