@@ -18,7 +18,6 @@ from typing import Any
 
 from megastep import redaction
 from megastep.config.schema import (
-    ESTIMATORS,
     FLOAT_LIMIT,
     GPU_BACKENDS,
     INT_LIMIT,
@@ -28,6 +27,7 @@ from megastep.config.schema import (
     LossConfig,
     ParallelConfig,
     PolicyConfig,
+    estimator_problem,
     open_keys,
     settings,
     value_of,
@@ -41,7 +41,6 @@ _RAY_STORE_MB = 75
 _LEAST_TEMPERATURE = 0.01
 _MAX_TEXT = 4096  # characters: the longest path
 _MAX_NAME = 200  # bytes: file systems allow 255, and suffixes follow
-_TEMPORAL_ESTIMATORS = ("gae", "reinforce++")
 _RECOMPUTED = ("full", "core_attn", "mlp", "moe", "moe_act", "layernorm")
 
 
@@ -173,14 +172,10 @@ def _check_fields(config: Config, problems: _Problems) -> None:
 
 
 def _check_estimator(advantage: AdvantageConfig, problems: _Problems) -> None:
-    """Estimators of other trainers: the reason, in place of the list of choices alone."""
-    if advantage.estimator in _TEMPORAL_ESTIMATORS:
-        problems.reject(
-            "advantage.estimator",
-            advantage.estimator,
-            "temporal estimators give per-token values across steps, which one advantage per step "
-            f"cannot represent; use one of {', '.join(ESTIMATORS)}",
-        )
+    """Before the list of choices: estimators of other trainers are rejected with a reason."""
+    wrong = estimator_problem(advantage.estimator)
+    if wrong is not None:
+        problems.reject("advantage.estimator", advantage.estimator, wrong)
 
 
 def is_within(value: float, ge=None, gt=None, le=None, lt=None) -> bool:

@@ -287,7 +287,22 @@ class RoutingReplayConfig:
     )
 
 
-ESTIMATORS = ("grpo", "grpo_nostd", "rloo", "maxrl", "step_returns", "gigpo")
+OUTCOME_ESTIMATORS = ("grpo", "grpo_nostd", "rloo", "maxrl")
+STEP_ESTIMATORS = ("step_returns", "gigpo")
+TEMPORAL_ESTIMATORS = ("gae", "reinforce++")  # of other trainers
+
+
+def estimator_problem(name: str) -> str | None:
+    """Why the name is no advantage estimator; None: it is one."""
+    if name in OUTCOME_ESTIMATORS + STEP_ESTIMATORS:
+        return None
+    if name in TEMPORAL_ESTIMATORS:
+        return (
+            "temporal estimators give per-token values across steps, which one advantage per step "
+            f"cannot represent; use one of {', '.join(OUTCOME_ESTIMATORS)}, or with rewards per "
+            f"step {', '.join(STEP_ESTIMATORS)}"
+        )
+    return f"must be one of {', '.join(OUTCOME_ESTIMATORS + STEP_ESTIMATORS)}"
 
 
 @dataclass
@@ -295,7 +310,7 @@ class AdvantageConfig:
     estimator: str = setting(
         "grpo",
         "grpo, grpo_nostd, rloo, maxrl: of outcomes; step_returns, gigpo: of rewards per step",
-        choices=ESTIMATORS,
+        choices=OUTCOME_ESTIMATORS + STEP_ESTIMATORS,
     )
     gamma: float = setting(1.0, "discount of step_returns and gigpo", ge=0, le=1)
     step_coef: float = setting(1.0, "gigpo: coefficient of the step-level advantage", ge=0)

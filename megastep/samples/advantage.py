@@ -27,40 +27,25 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megastep.config.schema import OUTCOME_ESTIMATORS, estimator_problem
 from megastep.errors import RolloutError
 from megastep.types import Group, Step
 
-OUTCOME = ("grpo", "grpo_nostd", "rloo", "maxrl")
-STEPWISE = ("step_returns", "gigpo")
-TEMPORAL = ("gae", "reinforce++")
 EPSILON = 1e-6  # in the denominators
 # Relative; environments often compute rewards in float32.
 TOLERANCE = float(np.finfo(np.float32).eps)
-
-
-def check_estimator(name: str) -> str | None:
-    """The problem with this choice of estimator, or None."""
-    if name in OUTCOME + STEPWISE:
-        return None
-    if name in TEMPORAL:
-        return (
-            "temporal estimators give per-token values across steps, which one advantage per step "
-            f"cannot represent; use one of {', '.join(OUTCOME)}, or with rewards per step "
-            f"{', '.join(STEPWISE)}"
-        )
-    return f"must be one of {', '.join(OUTCOME + STEPWISE)}"
 
 
 def advantages(
     group: Group, estimator: str, gamma: float = 1.0, step_coef: float = 1.0
 ) -> list[np.ndarray]:
     """One array [steps] f32 per trajectory."""
-    problem = check_estimator(estimator)
+    problem = estimator_problem(estimator)
     if problem:
         raise ValueError(f"advantage.estimator = {estimator}: {problem}")
     rewards, sizes = outcomes(group)
     _check_rewards(group, estimator, rewards)
-    if estimator in OUTCOME:
+    if estimator in OUTCOME_ESTIMATORS:
         per_trajectory = _compare(_OUTCOME[estimator], rewards, sizes)
         return [
             np.full(len(trajectory.steps), advantage, np.float32)

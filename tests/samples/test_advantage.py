@@ -5,12 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastep.config.schema import OUTCOME_ESTIMATORS, STEP_ESTIMATORS, estimator_problem
 from megastep.errors import RolloutError
 from megastep.samples.advantage import (
-    OUTCOME,
-    STEPWISE,
     advantages,
-    check_estimator,
     discounted_returns,
 )
 
@@ -48,7 +46,7 @@ def per_trajectory(group, estimator):
     ],
 )
 def test_s2_s4_outcome_estimators_against_their_formulas(estimator, wanted):
-    assert check_estimator(estimator) is None
+    assert estimator_problem(estimator) is None
     found = per_trajectory(outcome(1, 0, 0, 0), estimator)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)  # ε is 1e-6
 
@@ -59,14 +57,14 @@ def test_s2_rloo_is_the_reward_minus_the_mean_of_the_others():
     )
 
 
-@pytest.mark.parametrize("estimator", OUTCOME)
+@pytest.mark.parametrize("estimator", OUTCOME_ESTIMATORS)
 def test_s2_a_trajectory_counts_once_for_any_number_of_steps(estimator):
     short = per_trajectory(outcome(1, 0, 0.5, turns=[1, 1, 1]), estimator)
     uneven = per_trajectory(outcome(1, 0, 0.5, turns=[7, 1, 3]), estimator)
     assert short == uneven
 
 
-@pytest.mark.parametrize("estimator", OUTCOME + STEPWISE)
+@pytest.mark.parametrize("estimator", OUTCOME_ESTIMATORS + STEP_ESTIMATORS)
 def test_degenerate_groups_have_advantage_zero(estimator):
     for made in (
         outcome(0.7),
@@ -85,13 +83,13 @@ def all_zero(made, estimator):
     return all((a == 0).all() for a in advantages(made, estimator))
 
 
-@pytest.mark.parametrize("estimator", OUTCOME + STEPWISE)
+@pytest.mark.parametrize("estimator", OUTCOME_ESTIMATORS + STEP_ESTIMATORS)
 def test_a2_rewards_that_differ_by_rounding_are_equal(estimator):
     assert all_zero(outcome(0.7, 0.7000000000000001, turns=[1, 1]), estimator)
     assert all_zero(outcome(0.3, 0.1 + 0.2, float(np.float32(0.3)), turns=[1, 1, 1]), estimator)
 
 
-@pytest.mark.parametrize("estimator", OUTCOME)
+@pytest.mark.parametrize("estimator", OUTCOME_ESTIMATORS)
 def test_a2_equal_totals_of_different_step_rewards_give_exactly_zero(estimator):
     """0.1 + 0.2 and 0.3 differ even when each sum is rounded once."""
     assert all_zero(group([0.1, 0.2], [0.2, 0.1], [0.3], [0.1, 0.1, 0.1]), estimator)
@@ -115,13 +113,13 @@ def test_a2_returns_that_differ_by_rounding_are_equal():
 )
 def test_a2_outcome_estimators_ignore_the_order_of_step_rewards(rewards, random):
     shuffled = [random.sample(r, len(r)) for r in rewards]
-    for estimator in OUTCOME:
+    for estimator in OUTCOME_ESTIMATORS:
         before = per_trajectory(group(*rewards), estimator)
         after = per_trajectory(group(*shuffled), estimator)
         assert before == after
 
 
-@pytest.mark.parametrize("estimator", OUTCOME + STEPWISE)
+@pytest.mark.parametrize("estimator", OUTCOME_ESTIMATORS + STEP_ESTIMATORS)
 @pytest.mark.parametrize("low, high", [(0.5, 0.501), (0.0, 1e-3), (1_000_000, 1_000_001)])
 def test_a2_small_differences_above_rounding_give_advantages(estimator, low, high):
     found = [a[0] for a in advantages(outcome(low, high, turns=[1, 1]), estimator)]
@@ -136,14 +134,14 @@ def test_a2_epsilon_bounds_the_division_by_a_tiny_deviation():
     assert 0 < found[1] < 0.1
 
 
-@pytest.mark.parametrize("estimator", OUTCOME + STEPWISE)
+@pytest.mark.parametrize("estimator", OUTCOME_ESTIMATORS + STEP_ESTIMATORS)
 @pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
 def test_a_reward_that_is_not_finite_is_reported_with_its_trajectory(estimator, reward):
     with pytest.raises(ValueError, match=f"group 0, trajectory 1: reward is {reward}"):
         advantages(outcome(1, reward), estimator)
 
 
-@pytest.mark.parametrize("estimator", OUTCOME + STEPWISE)
+@pytest.mark.parametrize("estimator", OUTCOME_ESTIMATORS + STEP_ESTIMATORS)
 def test_a_trajectory_without_steps_has_no_advantages(estimator):
     found = advantages(group([1.0], [], [0.0]), estimator)
     assert [len(a) for a in found] == [1, 0, 1] and all(np.isfinite(a).all() for a in found)
@@ -163,7 +161,7 @@ def test_s4_temporal_estimators_are_rejected_with_a_reason(estimator):
 
 
 def test_s4_unknown_estimators_are_rejected():
-    assert check_estimator("best").startswith("must be one of grpo")
+    assert estimator_problem("best").startswith("must be one of grpo")
 
 
 # ---------------------------------------------------------------- rewards per step
