@@ -56,9 +56,7 @@ def train(config: Config, name: str) -> Path:
     if run.state.step > 0 and run.state.position:
         task.stream().seek(run.state.position)  # other rows than the checkpoint's are an error
     if run.state.step >= config.train.steps:
-        print(
-            f"{run.folder}: has its {run.state.step} steps already; raise train.steps to continue"
-        )
+        print(f"{run.folder}: has its {run.state.step} steps; raise train.steps to continue")
         return run.folder
     demonstrations = [] if run.checkpoint else task.demonstrations()
     run.create(config)

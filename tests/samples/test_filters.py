@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from megastep.config.schema import OUTCOME_ESTIMATORS, STEP_ESTIMATORS
 from megastep.samples import make_samples
-from megastep.samples.advantage import OUTCOME, STEPWISE
 from megastep.samples.filters import Dropped, failed, finite_rewards, truncated, zero_variance
 from megastep.types import FinishReason, Group, StopReason
 
@@ -42,7 +42,7 @@ def test_x5_rewards_spread_over_steps_are_summed():
     assert zero_variance([group_of(one, other)], "grpo")[0] == []
 
 
-@pytest.mark.parametrize("estimator", OUTCOME + STEPWISE)
+@pytest.mark.parametrize("estimator", OUTCOME_ESTIMATORS + STEP_ESTIMATORS)
 def test_a2_rounding_does_not_keep_a_group(estimator):
     """A group is dropped exactly if its advantages are 0."""
     assert zero_variance([with_rewards(0, 0.7, 0.7000000000000001, turns=1)], estimator)[0] == []
@@ -50,7 +50,8 @@ def test_a2_rounding_does_not_keep_a_group(estimator):
 
 
 @pytest.mark.parametrize(
-    "estimator, kept", [*((e, False) for e in OUTCOME), *((e, True) for e in STEPWISE)]
+    "estimator, kept",
+    [*((e, False) for e in OUTCOME_ESTIMATORS), *((e, True) for e in STEP_ESTIMATORS)],
 )
 def test_a3_equal_totals_of_different_steps_are_kept_by_stepwise_estimators(estimator, kept):
     turns = [([A], [B]), ([A, B, C], [B])]

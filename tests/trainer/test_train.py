@@ -109,7 +109,7 @@ def test_output_is_quiet(quick):
 
 def test_a_finished_run_does_not_train_again(quick):
     again = run(megastep("train", quick[0].parent, "quick", "train.steps=8"))
-    assert again.returncode == 0 and "has its 8 steps already" in again.stdout
+    assert again.returncode == 0 and "has its 8 steps;" in again.stdout
 
 
 def test_a_new_run_is_rejected_in_a_folder_with_newer_checkpoints(quick, capsys):
