@@ -65,7 +65,7 @@ class Leaky(Env):
     def __init__(self, row, *, api_key: str):
         form = row.get("form", str)
         self.row = row
-        self.leak = row["before"] * "x" + form(api_key) + " was refused"
+        self.leak = row["before"] * "x" + form(api_key) + " was rejected"
         if row["where"] == "init":
             raise RuntimeError(self.leak)
 
@@ -131,7 +131,7 @@ def test_every_form_of_the_value_is_redacted(value, form, monkeypatch):
     for where in ("start", "metrics"):
         metrics = json.loads(metrics_of({"where": where, "before": 0, "form": form}))
         text = metrics["error"] if where == "start" else metrics["text"]
-        assert re.fullmatch(r"(RuntimeError: )?\W*\*\*\*\W*( was refused)", text), text
+        assert re.fullmatch(r"(RuntimeError: )?\W*\*\*\*\W*( was rejected)", text), text
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Bad input must end with exit code 2 and one line per problem: no traceback, no new process.
 
-    refused("train", CONFIG, "optimizer.lr=inf", names="optimizer.lr")
+    rejected("train", CONFIG, "optimizer.lr=inf", names="optimizer.lr")
 
 Commands run inside the test process, so that hundreds of cases take two minutes. An alarm ends a
 hang. A command that would start Ray has accepted the input, which fails the case.
@@ -87,7 +87,7 @@ def run(*argv: str, limit_s: int = LIMIT_S) -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
-def refused(*argv: str, names: str = "", limit_s: int = LIMIT_S) -> list[str]:
+def rejected(*argv: str, names: str = "", limit_s: int = LIMIT_S) -> list[str]:
     """The error lines, one per problem; `names`: text that one of them must contain."""
     result = run(*argv, limit_s=limit_s)
     assert result.code == 2, f"exit code {result.code}\n{result.err}"

@@ -15,7 +15,7 @@ from megastep.checkpoint.loop_state import LoopState
 from megastep.checkpoint.manifest import MANIFEST
 from megastep.checkpoint.unpickle import _covers
 from megastep.models.architecture import read_architecture
-from tests.bad_input.harness import CONFIG, Accepted, check_lines, refused, run
+from tests.bad_input.harness import CONFIG, Accepted, check_lines, rejected, run
 from tests.conversion.test_offline import convert
 from tests.payloads import plant, seal_again
 
@@ -78,7 +78,7 @@ def test_code_in_a_checkpoint_is_never_run(where, copy, tmp_path):
     marker = tmp_path / "marker"
     plant(copy, where, marker)
     if where != "hf/config.json":  # resuming uses that of model.path
-        refused(*resume(copy), names=str(copy))
+        rejected(*resume(copy), names=str(copy))
     if where not in ("loop.json", "ready.safetensors"):  # export does not read these
         export_refused(copy, str(copy))
     assert not marker.exists()
@@ -99,7 +99,7 @@ def test_a_flipped_bit_is_found(file, copy):
     content = bytearray((copy / file).read_bytes())
     content[len(content) // 2] ^= 1
     (copy / file).write_bytes(content)
-    refused(*resume(copy), names=f"{copy / file}: damaged")
+    rejected(*resume(copy), names=f"{copy / file}: damaged")
     export_refused(copy, f"{copy / file}: damaged")
 
 
@@ -146,7 +146,7 @@ MANIFESTS = {
 )
 def test_a_manifest_with_wrong_types_is_rejected(key, value, copy):
     rewrite(copy / MANIFEST, **{key: value})
-    (line,) = refused(*evaluate(copy), names=str(copy))
+    (line,) = rejected(*evaluate(copy), names=str(copy))
     assert str(key) in line or "format" in line or "missing" in line
 
 
@@ -155,7 +155,7 @@ def test_a_manifest_without_an_entry_is_rejected(key, copy):
     manifest = json.loads((copy / MANIFEST).read_text())
     del manifest[key]
     (copy / MANIFEST).write_text(json.dumps(manifest))
-    refused(*evaluate(copy), names=f"{copy / MANIFEST}: {key}")
+    rejected(*evaluate(copy), names=f"{copy / MANIFEST}: {key}")
 
 
 TEXTS = [
@@ -178,7 +178,7 @@ def test_a_file_without_a_json_object_is_rejected(file, text, copy):
     (copy / file).write_text(text)
     if file != MANIFEST:
         seal_again(copy)
-    refused(*(resume if file == "loop.json" else evaluate)(copy), names=str(copy / file))
+    rejected(*(resume if file == "loop.json" else evaluate)(copy), names=str(copy / file))
 
 
 @pytest.mark.parametrize("file", [MANIFEST, "loop.json", "metadata.json", "../origin.json"])
@@ -189,7 +189,7 @@ def test_bytes_that_are_not_text_are_rejected(file, copy):
     path.write_bytes(b"\xff\xfe\x80{")
     if file not in (MANIFEST, "../origin.json"):
         seal_again(copy)
-    refused(*resume(copy), "run.name=r", names=str(path))
+    rejected(*resume(copy), "run.name=r", names=str(path))
 
 
 LOOPS = {
@@ -209,7 +209,7 @@ LOOPS = {
 def test_a_loop_state_with_wrong_types_is_rejected(key, value, copy):
     rewrite(copy / "loop.json", **{key: value})
     seal_again(copy)
-    refused(*resume(copy), names=f"{copy / 'loop.json'}: ")
+    rejected(*resume(copy), names=f"{copy / 'loop.json'}: ")
 
 
 ORIGINS = [
@@ -231,7 +231,9 @@ def test_an_origin_with_wrong_types_is_rejected(text, tmp_path):
     folder = tmp_path / "r"
     folder.mkdir()
     (folder / "origin.json").write_text(text)
-    refused("train", CONFIG, f"run.dir={tmp_path}", "run.name=r", names=str(folder / "origin.json"))
+    rejected(
+        "train", CONFIG, f"run.dir={tmp_path}", "run.name=r", names=str(folder / "origin.json")
+    )
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "start"])
@@ -239,7 +241,7 @@ def test_a_file_in_place_of_the_checkpoints_folder_is_rejected(name, tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / name).write_text("")
     for command in ("train", "eval"):
-        refused(
+        rejected(
             command,
             CONFIG,
             f"run.dir={tmp_path}",
@@ -268,12 +270,12 @@ LONG = "long" * 75  # a name may have 255 bytes
     ids=lambda argv: " ".join(argv).replace(LONG, "LONG"),
 )
 def test_an_overlong_file_name_is_rejected(argv):
-    refused(*argv, names=LONG[:80])
+    rejected(*argv, names=LONG[:80])
 
 
 def test_an_origin_with_an_overlong_file_name_is_rejected(tmp_path):
     (tmp_path / "origin.json").write_text(json.dumps({"checkpoint": f"/{LONG}", "reference": None}))
-    refused(
+    rejected(
         "train",
         CONFIG,
         f"run.dir={tmp_path.parent}",
@@ -293,7 +295,7 @@ def test_an_origin_with_an_overlong_file_name_is_rejected(tmp_path):
 def test_a_missing_file_is_named(files, names, copy):
     for file in files:
         (copy / file).unlink()
-    refused(*evaluate(copy), names=names)
+    rejected(*evaluate(copy), names=names)
 
 
 def metadata_with(copy: Path, change) -> None:
@@ -338,7 +340,7 @@ def make_shapes_strings(found):
 )
 def test_wrong_metadata_is_rejected(change, copy):
     metadata_with(copy, change)
-    refused(*evaluate(copy), names=f"{copy / '.metadata'}: ")
+    rejected(*evaluate(copy), names=f"{copy / '.metadata'}: ")
     export_refused(copy, f"{copy / '.metadata'}: ")
 
 
@@ -422,7 +424,7 @@ UNCOVERED = {
 def test_a_tensor_that_its_chunks_do_not_cover_is_rejected(change, copy):
     """The rest would be uninitialized memory."""
     metadata_with(copy, change)
-    refused(*evaluate(copy), names=f"{copy / '.metadata'}: ")
+    rejected(*evaluate(copy), names=f"{copy / '.metadata'}: ")
     export_refused(copy, f"{copy / '.metadata'}: ")
 
 
@@ -471,7 +473,7 @@ def test_a_link_in_a_checkpoint_is_rejected(link, copy, tmp_path):
         secret.write_text("secret")
     (copy / link).symlink_to(secret)
     seal_again(copy)
-    refused(*evaluate(copy), names=f"{copy / link}: is a symbolic link")
+    rejected(*evaluate(copy), names=f"{copy / link}: is a symbolic link")
     export_refused(copy, f"{copy / link}: is a symbolic link")
 
 
@@ -488,7 +490,7 @@ def test_a_checkpoint_behind_a_link_is_accepted(copy, tmp_path):
 def test_truncated_metadata_is_rejected(size, copy):
     (copy / ".metadata").write_bytes((copy / ".metadata").read_bytes()[:size])
     seal_again(copy)
-    refused(*evaluate(copy), names=f"{copy / '.metadata'}: ")
+    rejected(*evaluate(copy), names=f"{copy / '.metadata'}: ")
 
 
 def test_code_in_a_model_folder_is_not_imported(tmp_path):

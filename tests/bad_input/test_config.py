@@ -7,7 +7,7 @@ import pytest
 
 from megastep.config import Config, checks, value_of
 from megastep.config.schema import settings, written
-from tests.bad_input.harness import CONFIG, refused
+from tests.bad_input.harness import CONFIG, rejected
 
 TYPES = {written(key): found.type for key, found in settings().items()}
 FLOATS = [key for key, kind in TYPES.items() if kind is float]
@@ -36,9 +36,9 @@ CHOICES = [
 # ---------------------------------------------------------------- values
 
 
-def refused_by_key(keys: list[str], value: str) -> dict[str, str]:
+def rejected_by_key(keys: list[str], value: str) -> dict[str, str]:
     """The line of each key, if all of them have this value."""
-    lines = refused("train", CONFIG, *(f"{key}={value}" for key in keys))
+    lines = rejected("train", CONFIG, *(f"{key}={value}" for key in keys))
     by_key = {key: [line for line in lines if line.startswith(f"error: {key} = ")] for key in keys}
     assert {key: len(found) for key, found in by_key.items()} == dict.fromkeys(keys, 1)
     return {key: found[0] for key, found in by_key.items()}
@@ -47,23 +47,25 @@ def refused_by_key(keys: list[str], value: str) -> dict[str, str]:
 @pytest.mark.parametrize("key", FLOATS)
 def test_c2_every_float_must_be_finite(key):
     """C2: `optimizer.lr=inf` made every weight non-finite, and ended with 0."""
-    (line,) = refused("train", CONFIG, f"{key}=.nan", names=f"{key} = nan: must be a finite number")
+    (line,) = rejected(
+        "train", CONFIG, f"{key}=.nan", names=f"{key} = nan: must be a finite number"
+    )
 
 
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e400", "inf", "nan"])
 def test_c2_all_floats_must_be_finite(value):
-    for line in refused_by_key(FLOATS, value).values():
+    for line in rejected_by_key(FLOATS, value).values():
         assert line.endswith(": must be a finite number")
 
 
 def test_c2_all_floats_have_a_largest_value():
-    for line in refused_by_key(FLOATS, "1e300").values():
+    for line in rejected_by_key(FLOATS, "1e300").values():
         assert re.search(r"= 1e\+300: must be .*(or less|1\)?)$", line), line
 
 
 @pytest.mark.parametrize("key", INTS)
 def test_c7_every_int_has_a_largest_value(key):
-    lines = refused(
+    lines = rejected(
         "train",
         CONFIG,
         f"{key}=18446744073709551615",
@@ -74,19 +76,19 @@ def test_c7_every_int_has_a_largest_value(key):
 
 @pytest.mark.parametrize("value", ["-9223372036854775808", "-1"])
 def test_c7_all_ints_have_a_smallest_value(value):
-    lines = refused("train", CONFIG, *(f"{key}={value}" for key in INTS))
+    lines = rejected("train", CONFIG, *(f"{key}={value}" for key in INTS))
     for key in INTS:
         assert any(line.startswith(f"error: {key} = {value}: ") for line in lines), key
 
 
 @pytest.mark.parametrize("value", ["1.5", "true", "[1]", "x", "{a: 1}", "2024-01-01"])
 def test_ints_are_ints(value):
-    assert all(": wrong type, int" in line for line in refused_by_key(INTS, value).values())
+    assert all(": wrong type, int" in line for line in rejected_by_key(INTS, value).values())
 
 
 @pytest.mark.parametrize("key", TEXTS)
 def test_c7_no_text_is_interpolated(key):
-    (line,) = refused(
+    (line,) = rejected(
         "train",
         CONFIG,
         f"{key}=${{oc.env:HOME}}",
@@ -99,18 +101,18 @@ def test_c7_no_text_is_interpolated(key):
     "value", ["${model.path}", "a${b}c", "${env:HOME}", "'${'", "'${}'", "${a:${b}}"]
 )
 def test_c7_nothing_is_interpolated(value):
-    lines = refused_by_key(TEXTS + INTS + FLOATS, value).values()
+    lines = rejected_by_key(TEXTS + INTS + FLOATS, value).values()
     assert all("${...} is not replaced here; write the value itself" in line for line in lines)
 
 
 @pytest.mark.parametrize("value", ['"a\\0b"', '"a\\nb"', '"\\ud800"', '"\\x1b[31m"', "x" * 5000])
 def test_texts_are_printable(value):
-    assert all(line.isprintable() for line in refused_by_key(TEXTS, value).values())
+    assert all(line.isprintable() for line in rejected_by_key(TEXTS, value).values())
 
 
 @pytest.mark.parametrize("key", CHOICES)
 def test_choices(key):
-    refused("train", CONFIG, f"{key}=Other", names=f"{key} = Other: must be one of ")
+    rejected("train", CONFIG, f"{key}=Other", names=f"{key} = Other: must be one of ")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_choices(key):
     ],
 )
 def test_c7_values(override, line):
-    refused("train", CONFIG, override, names=line)
+    rejected("train", CONFIG, override, names=line)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_c7_values(override, line):
 )
 def test_c6_a_run_name_is_the_name_of_one_folder(name, tmp_path):
     """C6: `run.name=../../evil` wrote outside run.dir."""
-    refused("train", CONFIG, f"run.name={name}", f"run.dir={tmp_path}/runs", names="run.name = ")
+    rejected("train", CONFIG, f"run.name={name}", f"run.dir={tmp_path}/runs", names="run.name = ")
     assert not list(tmp_path.iterdir())
 
 
@@ -271,12 +273,12 @@ def test_c6_a_run_name_is_the_name_of_one_folder(name, tmp_path):
 )
 def test_c7_an_address_is_a_host_and_a_port(address):
     """C7: `cluster.address=foo` was a traceback of Ray."""
-    (line,) = refused("train", CONFIG, f"cluster.address={address}", names="cluster.address = ")
+    (line,) = rejected("train", CONFIG, f"cluster.address={address}", names="cluster.address = ")
     assert "HOST:PORT" in line or "port must be from 1 to 65535" in line
 
 
 def test_several_errors_are_several_lines():
-    lines = refused(
+    lines = rejected(
         "train", CONFIG, "optimizer.lr=inf", "train.steps=x", "run.name=..", "cluster.address=foo"
     )
     assert len(lines) == 4 and [line.split()[1] for line in lines] == [
@@ -291,7 +293,7 @@ def test_several_errors_are_several_lines():
     "argument", ["--gpu-gib=1e308", "--trajectory-tokens=" + "9" * 400, "--gpu-gib=" + "x" * 5000]
 )
 def test_c17_arguments_of_plan_have_a_largest_value(argument):
-    refused("plan", CONFIG, argument, names=argument.partition("=")[0])
+    rejected("plan", CONFIG, argument, names=argument.partition("=")[0])
 
 
 # ---------------------------------------------------------------- files
@@ -398,7 +400,7 @@ def test_c4_c17_files(content, line, tmp_path):
     """C4: of duplicate keys the first was ignored. C17: recursive aliases hung."""
     path = tmp_path / "bad.yaml"
     path.write_text(content)
-    refused("train", path, names=line)
+    rejected("train", path, names=line)
 
 
 @pytest.mark.parametrize(
@@ -419,31 +421,31 @@ def test_c4_c17_files(content, line, tmp_path):
 def test_files_of_bytes(content, line, tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_bytes(content)
-    refused("train", path, names=line)
+    rejected("train", path, names=line)
 
 
 def test_paths_that_are_not_files(tmp_path):
-    refused("train", tmp_path, names=f"{tmp_path}: not a file")
-    refused("train", tmp_path / "none.yaml", names="cannot be read (No such file or directory)")
-    refused("train", "/dev/zero", names="/dev/zero: not a file")
+    rejected("train", tmp_path, names=f"{tmp_path}: not a file")
+    rejected("train", tmp_path / "none.yaml", names="cannot be read (No such file or directory)")
+    rejected("train", "/dev/zero", names="/dev/zero: not a file")
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
-    refused("train", tmp_path / "loop.yaml", names="Too many levels of symbolic links")
+    rejected("train", tmp_path / "loop.yaml", names="Too many levels of symbolic links")
     os.mkfifo(tmp_path / "pipe.yaml")
-    refused("train", tmp_path / "pipe.yaml", names="pipe.yaml: not a file")
-    refused("train", "a\0b.yaml", names="cannot be read (not a file name)")
-    refused("train", "x" * 5000, names="cannot be read (File name too long)")
+    rejected("train", tmp_path / "pipe.yaml", names="pipe.yaml: not a file")
+    rejected("train", "a\0b.yaml", names="cannot be read (not a file name)")
+    rejected("train", "x" * 5000, names="cannot be read (File name too long)")
 
 
 def test_a_long_chain_of_bases(tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.yaml").write_text(f"base: {i + 1}.yaml\n")
-    refused("train", tmp_path / "0.yaml", names="base: a chain of more than 16 files")
+    rejected("train", tmp_path / "0.yaml", names="base: a chain of more than 16 files")
 
 
 def test_a_duplicate_in_a_base_names_that_file(tmp_path):
     (tmp_path / "base.yaml").write_text("train: {steps: 1, steps: 2}\n")
     (tmp_path / "top.yaml").write_text("base: base.yaml\n")
-    refused(
+    rejected(
         "train",
         tmp_path / "top.yaml",
         names=f"{tmp_path}/base.yaml: train.steps is given twice, in lines 1 and 1",

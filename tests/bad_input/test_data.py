@@ -14,7 +14,7 @@ from megastep.envs.sql import SQL
 from megastep.errors import DataError
 from megastep.rollout.data import read_rows
 
-from .harness import CONFIG, check_lines, refused
+from .harness import CONFIG, check_lines, rejected
 
 GOOD = b'{"secret": 1}\n'
 
@@ -181,7 +181,7 @@ def test_columns_of_environments(env, row, column, tmp_path):
 @pytest.mark.parametrize("name", ["deep", "surrogate", "kind_long", "latin"])
 def test_c1_on_the_command_line(name, tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(LINES[name][0] + b"\n")
-    refused(
+    rejected(
         "train",
         CONFIG,
         "env.name=guess",

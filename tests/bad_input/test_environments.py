@@ -21,7 +21,7 @@ from megastep.samples.metrics import rollout_metrics
 from megastep.types import Group
 from tests.rollout import chats
 
-from .harness import CONFIG, check_lines, refused, run
+from .harness import CONFIG, check_lines, rejected, run
 
 load_tokenizer("configs/models/chase")
 ROOT = Path(megastep.__path__[0]).resolve().parent
@@ -98,7 +98,7 @@ def test_c12_names(name):
     "name", [":", ".x:Y", " ", "", "a\nb:C", "megastep.envs.chase:target", "x" * 5000]
 )
 def test_c12_names_on_the_command_line(name):
-    refused("train", CONFIG, f"env.name={json.dumps(name)}", *SMALL, names="env.name")
+    rejected("train", CONFIG, f"env.name={json.dumps(name)}", *SMALL, names="env.name")
 
 
 HEAD = "from megastep.rollout.env import Env, EnvError, Outcome\n"
@@ -255,7 +255,7 @@ def test_c12_modules_next_to_the_config(module, tmp_path, monkeypatch):
         f"env: {{name: 'bad_own_{module}:Mine'}}\n"
         "engine: {max_model_len: 256}\nrollout: {max_response_tokens: 9}\n"
     )
-    assert any(message in line for line in refused("train", config, *SMALL))
+    assert any(message in line for line in rejected("train", config, *SMALL))
 
 
 ONE_GROUP = """
@@ -307,7 +307,7 @@ def test_c12_demonstrations(name, tmp_path, monkeypatch):
         f"env: {{name: 'bad_demo_{name}:Mine'}}\n"
         "engine: {max_model_len: 256}\nrollout: {max_response_tokens: 9}\n"
     )
-    (line,) = refused(
+    (line,) = rejected(
         "train",
         config,
         "data.generated_rows=100",
@@ -331,7 +331,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("name, option, message", OPTIONS)
 def test_options(name, option, message):
-    refused("train", CONFIG, f"env.name={name}", f"env.options.{option}", *SMALL, names=message)
+    rejected("train", CONFIG, f"env.name={name}", f"env.options.{option}", *SMALL, names=message)
 
 
 def test_e_environments_next_to_the_config_and_in_the_working_directory(tmp_path, monkeypatch):
@@ -354,7 +354,7 @@ def test_e_environments_next_to_the_config_and_in_the_working_directory(tmp_path
         assert result.lines == ["error: Mine cannot generate episodes; give data.train a file"], (
             result.err
         )
-    refused(
+    rejected(
         "train",
         own / "own.yaml",
         "env.name=env_of_nobody:Mine",

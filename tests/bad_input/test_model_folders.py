@@ -10,7 +10,7 @@ import pytest
 from megastep.config import load
 from megastep.errors import ArchitectureError
 from megastep.models.architecture import parse_architecture
-from tests.bad_input.harness import CONFIG, refused
+from tests.bad_input.harness import CONFIG, rejected
 
 CHASE = Path("configs/models/chase")
 MOE = json.loads((CHASE / "config.json").read_text())
@@ -61,15 +61,15 @@ def folder_with(path: Path, shape) -> Path:
     return path
 
 
-def refused_shape(path: Path, change: dict, line: str, shape: dict = MOE) -> None:
+def rejected_shape(path: Path, change: dict, line: str, shape: dict = MOE) -> None:
     folder_with(path, shape | change)
-    lines = refused(
+    lines = rejected(
         "train", CONFIG, f"model.path={path}", names=f"model.path: {path}/config.json: "
     )
     assert len(lines) == 1 and line in lines[0], lines
 
 
-def refused_as(change: dict, line: str) -> None:
+def rejected_as(change: dict, line: str) -> None:
     """The same line, without files."""
     with pytest.raises(ArchitectureError) as error:
         parse_architecture(MOE | change)
@@ -85,13 +85,13 @@ def refused_as(change: dict, line: str) -> None:
 @pytest.mark.parametrize("key", COUNTS)
 def test_c8_counts_are_whole_numbers_in_range(key, value):
     """C8: strings, floats and zeros were tracebacks; 1e9 layers hung."""
-    refused_as({key: value}, f"{key} = ")
+    rejected_as({key: value}, f"{key} = ")
 
 
 @pytest.mark.parametrize("value", ["true", 1, [], 0.0], ids=str)
 @pytest.mark.parametrize("key", FLAGS)
 def test_c8_flags_are_true_or_false(key, value):
-    refused_as({key: value}, f"{key} = {value!r}: must be true or false")
+    rejected_as({key: value}, f"{key} = {value!r}: must be true or false")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_c8_flags_are_true_or_false(key, value):
 )
 def test_c8_shapes(change, line, tmp_path):
     """C8: 0 heads, 3 KV heads and top-k > experts were accepted, a rope string was a traceback."""
-    refused_shape(tmp_path, change, line)
+    rejected_shape(tmp_path, change, line)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_c8_shapes(change, line, tmp_path):
     ],
 )
 def test_c8_shapes_of_mixtral(change, line, tmp_path):
-    refused_shape(tmp_path, change, line, MIXTRAL)
+    rejected_shape(tmp_path, change, line, MIXTRAL)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_c8_shapes_of_mixtral(change, line, tmp_path):
 )
 def test_c8_files(content, line, tmp_path):
     folder_with(tmp_path, content)
-    refused("train", CONFIG, f"model.path={tmp_path}", names=line)
+    rejected("train", CONFIG, f"model.path={tmp_path}", names=line)
 
 
 @pytest.mark.parametrize(
@@ -258,20 +258,20 @@ def test_c8_files(content, line, tmp_path):
 )
 def test_c8_bytes(content, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
-    refused("train", CONFIG, f"model.path={tmp_path}", names="config.json: not readable as JSON")
+    rejected("train", CONFIG, f"model.path={tmp_path}", names="config.json: not readable as JSON")
 
 
 def test_c8_folders(tmp_path):
-    refused("train", CONFIG, f"model.path={tmp_path}", names="config.json: missing")
-    refused("train", CONFIG, f"model.path={tmp_path}/none", names="no such folder")
-    refused("train", CONFIG, f"model.path={CHASE}/config.json", names="no such folder")
+    rejected("train", CONFIG, f"model.path={tmp_path}", names="config.json: missing")
+    rejected("train", CONFIG, f"model.path={tmp_path}/none", names="no such folder")
+    rejected("train", CONFIG, f"model.path={CHASE}/config.json", names="no such folder")
     (tmp_path / "config.json").mkdir()
-    refused("train", CONFIG, f"model.path={tmp_path}", names="config.json: missing")
+    rejected("train", CONFIG, f"model.path={tmp_path}", names="config.json: missing")
     (tmp_path / "config.json").rmdir()
     os.mkfifo(tmp_path / "config.json")
-    refused("train", CONFIG, f"model.path={tmp_path}", names="config.json: missing")
+    rejected("train", CONFIG, f"model.path={tmp_path}", names="config.json: missing")
     (tmp_path / "loop").symlink_to("loop")
-    refused("train", CONFIG, f"model.path={tmp_path}/loop", names="no such folder")
+    rejected("train", CONFIG, f"model.path={tmp_path}/loop", names="no such folder")
 
 
 # ---------------------------------------------------------------- transformers and tokenizers
@@ -301,7 +301,7 @@ def copy(tmp_path) -> Path:
 def test_c8_other_entries_are_checked_before_ranks_read_them(command, change, copy):
     """transformers would reject them in every rank and engine."""
     folder_with(copy, MOE | change)
-    refused(
+    rejected(
         command, CONFIG, f"model.path={copy}", names="config.json: transformers cannot read it ("
     )
 
@@ -312,7 +312,7 @@ def test_c8_other_entries_are_checked_before_ranks_read_them(command, change, co
 def test_c8_a_vocabulary_smaller_than_the_tokenizer(command, copy):
     """C8: it was accepted, and a token without an embedding would have ended the run."""
     folder_with(copy, MOE | {"vocab_size": 40})
-    (line,) = refused(command[0], CONFIG, *command[1:], f"model.path={copy}")
+    (line,) = rejected(command[0], CONFIG, *command[1:], f"model.path={copy}")
     highest = max(json.loads((CHASE / "tokenizer.json").read_text())["model"]["vocab"].values())
     assert line == (
         f"error: model.path = {copy}: its tokenizer has token ids up to {highest}, vocab_size in "

@@ -18,7 +18,7 @@ from megastep.samples import store
 from megastep.samples.store import COLUMNS, OPTIONAL, read, write
 from megastep.trainer.saved_rollouts import read_batches
 from megastep.types import Group, Step, StopReason, Trajectory
-from tests.bad_input.harness import CONFIG, Accepted, check_lines, refused, run
+from tests.bad_input.harness import CONFIG, Accepted, check_lines, rejected, run
 
 LAYERS, TOP_K, EXPERTS, VOCAB = 2, 2, 8, 64  # of the model of CONFIG
 
@@ -95,7 +95,7 @@ def assemble(
 def train_on(path, *settings, names=None) -> str:
     """The error line, which names the file."""
     given = (f"run.dir={path.parent}/runs", "run.wandb=disabled", *settings)
-    (line,) = refused("train", CONFIG, "--rollouts", path, *given, names=str(path))
+    (line,) = rejected("train", CONFIG, "--rollouts", path, *given, names=str(path))
     assert names is None or names in line, line
     assert not (path.parent / "runs").exists()
     return line
@@ -442,7 +442,7 @@ def test_a4_train_rejects_one_sample_per_prompt(estimator, tmp_path):
         "run.wandb=disabled",
         f"run.dir={tmp_path}",
     )
-    (line,) = refused("train", CONFIG, *given, names="rollout.samples_per_prompt = 1")
+    (line,) = rejected("train", CONFIG, *given, names="rollout.samples_per_prompt = 1")
     assert estimator in line and "must be 2 or more" in line
 
 

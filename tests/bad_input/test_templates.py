@@ -13,7 +13,7 @@ from megastep.errors import RenderError
 from megastep.rollout import renderer
 from megastep.rollout.renderer import Renderer, load_tokenizer
 
-from .harness import CONFIG, check_lines, refused
+from .harness import CONFIG, check_lines, rejected
 
 MODEL = Path("configs/models/chase")
 load_tokenizer(MODEL)
@@ -256,10 +256,10 @@ def test_tokenizer_configs(changed, model):
 )
 def test_c9_on_the_command_line(change, names, model):
     (model / change).write_text("{{ 1 / 0 }}")
-    refused("train", CONFIG, f"model.path={model}", *SMALL, names=names)
+    rejected("train", CONFIG, f"model.path={model}", *SMALL, names=names)
 
 
 def test_c9_an_option_on_the_command_line():
-    refused(
+    rejected(
         "train", CONFIG, "rollout.template.messages=1", *SMALL, names="rollout.template.messages"
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bad_input.harness import CONFIG, refused, run
+from tests.bad_input.harness import CONFIG, rejected, run
 
 CONFIG_TEXT = "model: {path: configs/models/chase}\ntrain: {steps: 3}\n"
 ROW = {"step": 1, "reward/mean": 0.5, "train/loss": 1.0, "time/step_s": 2.0}
@@ -36,7 +36,7 @@ CONFIGS = [
 @pytest.mark.parametrize("content", CONFIGS, ids=lambda content: repr(content[:12]))
 def test_an_unreadable_config_is_named(content, folder):
     (folder / "config.yaml").write_bytes(content)
-    refused("view", folder, names=str(folder / "config.yaml"))
+    rejected("view", folder, names=str(folder / "config.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_row_without_a_step_is_named(step, folder):
     (folder / "metrics.jsonl").write_text(
         json.dumps(ROW) + "\n" + json.dumps({**ROW, "step": step}) + "\n"
     )
-    refused("view", folder, names=f"{folder / 'metrics.jsonl'}: line 2: ")
+    rejected("view", folder, names=f"{folder / 'metrics.jsonl'}: line 2: ")
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_a_row_without_a_step_is_named(step, folder):
 )
 def test_a_line_that_is_not_a_row_is_named(line, folder):
     (folder / "metrics.jsonl").write_text(f"{line}\n")
-    refused("view", folder, names=f"{folder / 'metrics.jsonl'}: line 1: ")
+    rejected("view", folder, names=f"{folder / 'metrics.jsonl'}: line 1: ")
 
 
 def test_resuming_names_an_invalid_row(tmp_path):
     """Before any process starts: a resumed run removes the rows after its checkpoint."""
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "metrics.jsonl").write_text("{}\n")
-    refused(
+    rejected(
         "train",
         CONFIG,
         f"run.dir={tmp_path}",
@@ -146,7 +146,7 @@ def test_any_value_of_a_metric_is_accepted(value, folder):
 def test_an_unreadable_evaluation_is_named(text, folder):
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.json").write_text(text)
-    refused("view", folder, names=str(folder / "metrics.json"))
+    rejected("view", folder, names=str(folder / "metrics.json"))
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "curves.png", "report.html"])
@@ -174,12 +174,12 @@ OUTS = [
 @pytest.mark.parametrize("out", OUTS, ids=lambda out: out[:20] or "empty")
 def test_an_out_file_that_cannot_be_written(out, tmp_path):
     (tmp_path / "file").write_text("")
-    refused("rollout", CONFIG, "--out", out.format(tmp=tmp_path), names="--out")
+    rejected("rollout", CONFIG, "--out", out.format(tmp=tmp_path), names="--out")
 
 
 def test_an_out_file_whose_log_cannot_be_written(tmp_path):
     (tmp_path / "out.log").mkdir()
-    refused(
+    rejected(
         "rollout",
         CONFIG,
         "--out",
@@ -195,6 +195,6 @@ def test_an_out_file_whose_log_cannot_be_written(tmp_path):
 def test_a_run_directory_that_cannot_be_written(command, folder, tmp_path):
     (tmp_path / "file").write_text("")
     folder = folder.format(tmp=tmp_path)
-    refused(
+    rejected(
         command, CONFIG, f"run.dir={folder}", "warm_start.trajectories=0", names=f"{folder}/chase-"
     )

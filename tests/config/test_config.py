@@ -13,7 +13,7 @@ import megastep
 from megastep import cli
 from megastep.config import Config, load, paths, to_yaml
 from megastep.errors import ConfigError
-from tests.bad_input.harness import refused
+from tests.bad_input.harness import rejected
 
 LOCAL = "configs/local.yaml"
 TINY = Path("configs/models/tiny-qwen3-moe/config.json")
@@ -386,7 +386,7 @@ ESTIMATORS = "grpo, grpo_nostd, rloo, maxrl, step_returns, gigpo"
     ],
 )
 def test_s4_every_command_rejects_an_unknown_estimator(estimator, reason, command):
-    (line,) = refused(command[0], LOCAL, *command[1:], f"advantage.estimator={estimator}")
+    (line,) = rejected(command[0], LOCAL, *command[1:], f"advantage.estimator={estimator}")
     assert line.startswith(f"error: advantage.estimator = {estimator}: {reason}")
     assert line.endswith("step_returns, gigpo")
 

@@ -8,7 +8,7 @@ import pytest
 from megastep import redaction
 from megastep.config import Config, load
 from megastep.config.schema import settings, value_of, written
-from tests.bad_input.harness import refused, run
+from tests.bad_input.harness import rejected, run
 
 LOCAL = Path("configs/local.yaml").resolve()
 
@@ -112,13 +112,13 @@ def test_every_key_has_a_meaning(key):
 
 
 def test_config_and_list_are_both_missing():
-    assert refused("config") == ["error: CONFIG is needed, or --list"]
+    assert rejected("config") == ["error: CONFIG is needed, or --list"]
 
 
 def test_invalid_input_is_one_line_per_problem(tmp_path):
-    lines = refused("config", LOCAL, "train.stepz=1", "train.seed=-1")
+    lines = rejected("config", LOCAL, "train.stepz=1", "train.seed=-1")
     assert len(lines) == 2 and lines[0].startswith("error: train.stepz: unknown key; did you mean")
     assert run("config", LOCAL, "train.stepz=1").out == ""
-    refused("config", tmp_path / "none.yaml", names="none.yaml: cannot be read")
-    refused("config", LOCAL, "train.steps", names="not of the form key=value")
-    refused("config", LOCAL, "--lists", names="unrecognized arguments: --lists")
+    rejected("config", tmp_path / "none.yaml", names="none.yaml: cannot be read")
+    rejected("config", LOCAL, "train.steps", names="not of the form key=value")
+    rejected("config", LOCAL, "--lists", names="unrecognized arguments: --lists")

@@ -63,7 +63,7 @@ def test_training_follows_the_recorded_routing(world, layout, ranks, models):
                 moved += np.abs(found_for(free, key) - expected).max() > 1e-4
                 checked += 1
     assert checked > 10
-    assert moved > 0, "bf16 and fp32 route alike: the test proves nothing"
+    assert moved > 0, "bf16 and fp32 route alike: the test cannot fail"
 
 
 def forced_logprobs(model, step, routing: torch.Tensor) -> np.ndarray:

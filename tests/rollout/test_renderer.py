@@ -51,12 +51,12 @@ def test_s6_tokens_mode_appends_to_the_sampled_tokens(kind):
 def test_s6_tokens_mode_never_tokenizes_a_response_again():
     """Decoding and encoding would merge the sampled tokens `a`, `b` into one token `ab`."""
     r = renderer("qwen3", "tokens")
-    apart = np.array([*chats.ids(r, "a"), *chats.ids(r, "b"), r.end_id], np.int32)
-    assert chats.ids(r, r.text(apart)).tolist() != apart[:-1].tolist()
+    separate = np.array([*chats.ids(r, "a"), *chats.ids(r, "b"), r.end_id], np.int32)
+    assert chats.ids(r, r.text(separate)).tolist() != separate[:-1].tolist()
     history = r.history(QUESTION)
     begin = len(history.prompt_ids)
-    history.extend(apart, OBSERVED)
-    assert history.prompt_ids[begin : begin + 3].tolist() == apart.tolist()
+    history.extend(separate, OBSERVED)
+    assert history.prompt_ids[begin : begin + 3].tolist() == separate.tolist()
 
 
 def test_s6_tokens_mode_equals_chat_mode_where_nothing_is_dropped():

@@ -8,7 +8,7 @@ import pytest
 
 from megastep import signals
 from megastep.trainer.collect import _stoppable
-from tests.bad_input.harness import CONFIG, refused
+from tests.bad_input.harness import CONFIG, rejected
 
 
 def test_sigterm_in_an_episode_ends_the_command(monkeypatch):
@@ -52,14 +52,14 @@ def test_a_result_passes_through():
     ],
 )
 def test_out_that_cannot_be_written(name, reason, tmp_path):
-    refused("rollout", CONFIG, "--out", f"{tmp_path}/{name}", names=reason)
+    rejected("rollout", CONFIG, "--out", f"{tmp_path}/{name}", names=reason)
 
 
 def test_invalid_input_leaves_no_log(tmp_path):
-    refused("rollout", CONFIG, "--out", f"{tmp_path}/x", "env.name=nope", names="env.name = nope")
+    rejected("rollout", CONFIG, "--out", f"{tmp_path}/x", "env.name=nope", names="env.name = nope")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "a\0b"])
 def test_view_of_an_invalid_path(path):
-    refused("view", path)
+    rejected("view", path)

@@ -15,7 +15,7 @@ from megastep.config import load
 from megastep.errors import CheckpointError, RunDirError
 from megastep.models.architecture import read_architecture
 from megastep.trainer.rundir import Run
-from tests.bad_input.harness import refused
+from tests.bad_input.harness import rejected
 from tests.processes import alive, descendants
 from tests.runs import LOCAL
 
@@ -127,7 +127,7 @@ def test_one_process_per_run(tmp_path):
     folder.mkdir()
     holder = hold(folder)
     try:
-        (line,) = refused(
+        (line,) = rejected(
             "train", LOCAL, "warm_start.trajectories=0", f"run.dir={tmp_path}", "run.name=r"
         )
         assert line == (
