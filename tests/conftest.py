@@ -25,6 +25,19 @@ CLUSTERS = (
     "test_fleet.py",
 )
 ONE_WORKER = CLUSTERS[:4]  # half of the run time
+ALSO_CLUSTERS = ("test_vllm.py", "test_a_signal_while_ray_starts")
+# Minutes on several ranks: every model under every parallel layout, and planner against rank.
+SLOW = (
+    "test_layouts.py",
+    "test_saver.py",
+    "test_update.py",
+    "test_worker.py",
+    "test_offline.py",
+    "test_meta.py",
+    "test_random_init.py",
+    "test_export_loads_in_transformers_with_the_same_logits",
+    "test_x8_estimates_match_a_run",
+)
 pools: dict[int, RankPool] = {}
 
 
@@ -33,16 +46,27 @@ def pytest_xdist_make_scheduler(config, log):
     """With two workers (launch/test.sh): memory allows one set of ranks and few clusters."""
     from xdist.scheduler import LoadScopeScheduling
 
+    is_fast = "not cluster" in config.option.markexpr
+
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "one" if nodeid.partition("::")[0].endswith(ONE_WORKER) else "other"
+            file = nodeid.partition("::")[0]
+            if is_fast:
+                return file
+            return "one" if file.endswith(ONE_WORKER) else "other"
 
     return Lanes(config, log)
 
 
 def pytest_collection_modifyitems(items):
-    """Tests of the session fixture `rollouts` last: its cluster runs until the end."""
+    """Marks for `launch/test.sh --fast`. Tests of `rollouts` are last: its cluster stays up."""
     items.sort(key=lambda item: (item.path.name in CLUSTERS, "rollouts" in item.fixturenames))
+    for item in items:
+        names = {item.path.name, item.originalname}
+        if names & {*CLUSTERS, *ALSO_CLUSTERS}:
+            item.add_marker("cluster")
+        if names & {*SLOW}:
+            item.add_marker("slow")
 
 
 def pytest_runtest_setup(item):
