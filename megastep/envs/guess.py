@@ -50,7 +50,7 @@ class Guess(Env):
 
     def _parse(self, text: str) -> int | None:
         match after_thinking(text).split():
-            case ["guess", digits] if digits.isdigit() and int(digits) < self.numbers:
+            case ["guess", digits] if digits.isdecimal() and int(digits) < self.numbers:
                 return int(digits)
         return None
 
