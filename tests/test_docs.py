@@ -77,7 +77,6 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_site_builds(tmp_path):
-    pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     done = subprocess.run(
         [*command, "--site-dir", tmp_path], capture_output=True, text=True, timeout=300

@@ -61,22 +61,22 @@ class Buffer:
 def model_states(config: Config, arch: Architecture) -> list[ModelStates]:
     """By pipeline stage; the ranks of a stage differ only in their optimizer shards."""
     p = config.policy.parallel
-    # Data parallelism changes no shape: build the smallest world with this parallel layout.
+    # Data parallelism changes no shape: build the smallest world with these degrees.
     ranks_per_stage = math.lcm(p.tensor * p.context, p.expert * p.expert_tensor_size)
     world = ranks_per_stage * p.pipeline
     return [_of_rank(config, arch, rank, world) for rank in range(0, world, ranks_per_stage)]
 
 
 def _of_rank(config: Config, arch: Architecture, rank: int, world: int) -> ModelStates:
-    layout = config.policy.parallel
-    with parallel.imagined(layout, rank, world):
+    degrees = config.policy.parallel
+    with parallel.imagined(degrees, rank, world):
         with torch.device("meta"):
             # Recomputation and activation offload change no model states, but may require a GPU.
             policy = replace(config.policy, recompute=[], activation_offload_layers=0)
             chunks = build_model(arch, policy)
         chunk_params = [list(_params(chunk)) for chunk in chunks]
-        has_embedding = any(parallel.has_embedding(stage) for stage in range(layout.virtual))
-        has_head = any(parallel.has_head(stage) for stage in range(layout.virtual))
+        has_embedding = any(parallel.has_embedding(stage) for stage in range(degrees.virtual))
+        has_head = any(parallel.has_head(stage) for stage in range(degrees.virtual))
     elements = 0  # with padding
     owned = 0
     for buffer in _buffers(config, chunk_params):
@@ -114,10 +114,10 @@ def _params(chunk) -> Iterator[Param]:
 
 def _buffers(config: Config, chunk_params: list[list[Param]]) -> Iterator[Buffer]:
     """For each chunk of layers, the buffer of its dense parameters and that of its experts."""
-    layout = config.policy.parallel
-    ranks_per_stage = config.policy.ranks // layout.pipeline
-    expert_ranks = ranks_per_stage // (layout.expert * layout.expert_tensor_size)
-    dense_ranks = ranks_per_stage // layout.tensor
+    degrees = config.policy.parallel
+    ranks_per_stage = config.policy.ranks // degrees.pipeline
+    expert_ranks = ranks_per_stage // (degrees.expert * degrees.expert_tensor_size)
+    dense_ranks = ranks_per_stage // degrees.tensor
     for params in chunk_params:
         dense = [param for param in params if not param.is_expert]
         experts = [param for param in params if param.is_expert]

@@ -98,10 +98,12 @@ class _Planner:
         config = _with(self.config, change)
         if validate(config, has_cuda=True) or _least_gib(config, self.arch) > self.gpu_gib:
             return None
-        layout = f"{config.policy.parallel} {config.policy.ranks}"
-        if layout not in self._states:
-            self._states[layout] = model_states(config, self.arch)
-        return make_plan(config, self.gpu_gib, self.trajectory_tokens, self._states[layout])
+        parallel_layout = f"{config.policy.parallel} {config.policy.ranks}"
+        if parallel_layout not in self._states:
+            self._states[parallel_layout] = model_states(config, self.arch)
+        return make_plan(
+            config, self.gpu_gib, self.trajectory_tokens, self._states[parallel_layout]
+        )
 
 
 def _least_gib(config: Config, arch: Architecture) -> float:
