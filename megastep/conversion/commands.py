@@ -9,10 +9,12 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from megastep import signals
 from megastep.config import paths
+from megastep.errors import RunFailed
 
 
 def add_commands(commands) -> None:
@@ -53,17 +55,25 @@ def run(args: argparse.Namespace) -> int:
     """Convert; returns the exit code."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the conversion runs on the CPU
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return exit_code(lambda: _convert(args), args.destination)
+
+
+def exit_code(convert: Callable[[], None], destination: str | Path) -> int:
+    """Call `convert`; errors and signals become one line and an exit code."""
     try:
-        _convert(args)
+        convert()
     except ValueError as error:  # ArchitectureError, WeightsError, CheckpointError
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         mistake = paths.name_too_long(error)
         if mistake is not None:
             print(f"error: {mistake}", file=sys.stderr)
             return 2
-        print(f"error: {error.filename or args.destination}: {error.strerror}", file=sys.stderr)
+        print(f"error: {error.filename or destination}: {error.strerror}", file=sys.stderr)
         return 1
     except signals.Stopped:
         print("stopped; nothing was left behind", file=sys.stderr)

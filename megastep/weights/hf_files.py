@@ -23,6 +23,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SHARD_BYTES = 5 * 10**9
 
 
 class HFReader:
