@@ -167,6 +167,7 @@ class LossTable:
     step: np.ndarray  # [N] i32
     old_logprob: np.ndarray | None = None  # [N] f32: under the policy before the update
     ref_logprob: np.ndarray | None = None  # [N] f32: under the reference model
+    teacher_logprob: np.ndarray | None = None  # [N] f32: under the teacher of a distillation
 
     def __len__(self) -> int:
         return len(self.src)

@@ -356,8 +356,8 @@ def warm_start(folder, settings: dict, groups: list) -> dict[str, list]:
         found["temperatures"].append(worker.temperature)
         found["kinds"].append(worker.loss.type)
 
-    def on_step(loss: float) -> None:
-        found["losses"].append(loss)
+    def on_step(metrics: dict[str, float]) -> None:
+        found["losses"].append(metrics["train/loss"])
         record()
 
     Learner(config, LocalPolicy(worker)).warm_start(groups, on_step)
@@ -431,6 +431,24 @@ def old_logprobs(folder, layout: dict, groups, budget_tokens: int) -> dict:
     worker.compute_old_logprobs(batches)
     with_head = [b for b in batches if b.trie.loss.old_logprob is not None]
     return by_step(with_head, [b.trie.loss.old_logprob for b in with_head])
+
+
+def teacher_after_update(folder, teacher, layout: dict, groups, temperature: float) -> dict:
+    """The teacher's logprobs after an update of the student."""
+    settings = {
+        "loss.type": "distill",
+        "loss.teacher": str(teacher),
+        "optimizer.lr": 1e-2,
+        "rollout.temperature": temperature,
+        "routing_replay.enabled": True,
+        "routing_replay.min_agreement": 0.0,
+    }
+    worker = make_worker(folder, layout, settings)
+    batches = batches_of(worker, groups)
+    worker.learn([batches])
+    worker.compute_teacher_logprobs(batches)
+    with_head = [b for b in batches if b.trie.loss.teacher_logprob is not None]
+    return by_step(with_head, [b.trie.loss.teacher_logprob for b in with_head])
 
 
 def reference_after_updates(folder, layout: dict, groups) -> list[dict]:

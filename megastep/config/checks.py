@@ -71,6 +71,7 @@ def validate(
             problems.lines.append(f"model.path: {error}{hint}")
     else:
         _check_model(config, arch, problems)
+        _check_teacher(config, arch, problems)
         _check_engine(config.engine, arch, problems)
     _check_parallelism(config, problems)
     _check_placement(config, problems)
@@ -428,6 +429,8 @@ def address_problem(address: str) -> str | None:
 
 
 def _download_hint(folder: str, as_written: Any) -> str:
+    if not os.path.isdir(folder) and Path(folder).name == "smollm2-135m":
+        return f"; write it with tools/get_model.py smollm2-135m {folder}"
     name = as_written if isinstance(as_written, str) else folder
     is_hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name)
     if os.path.isdir(folder) or not is_hub_name:
@@ -439,19 +442,8 @@ def _download_hint(folder: str, as_written: Any) -> str:
 
 def _check_model(config: Config, arch: Architecture, problems: _Problems) -> None:
     parallel = config.policy.parallel
+    _check_tensor_shards(parallel, arch, "model", problems)
     if parallel.tensor >= 1:
-        divided = {
-            "attention heads": arch.heads,
-            "key/value heads": arch.kv_heads,
-            "feed-forward width": arch.ffn_hidden,
-        }
-        for what, size in divided.items():
-            problems.check(
-                size % parallel.tensor == 0,
-                "policy.parallel.tensor",
-                parallel.tensor,
-                f"does not divide the model's {size} {what}; {_divisors(size)} would",
-            )
         problems.check(
             VOCAB_MULTIPLE % parallel.tensor == 0,
             "policy.parallel.tensor",
@@ -468,6 +460,56 @@ def _check_model(config: Config, arch: Architecture, problems: _Problems) -> Non
         f"must be less than the model's {arch.layers} layers",
     )
     _check_context(config, arch, problems)
+
+
+def _check_tensor_shards(
+    parallel: ParallelConfig, arch: Architecture, whose: str, problems: _Problems
+) -> None:
+    if parallel.tensor < 1:
+        return
+    divided = {
+        "attention heads": arch.heads,
+        "key/value heads": arch.kv_heads,
+        "feed-forward width": arch.ffn_hidden,
+    }
+    for what, size in divided.items():
+        problems.check(
+            size % parallel.tensor == 0,
+            "policy.parallel.tensor",
+            parallel.tensor,
+            f"does not divide the {whose}'s {size} {what}; {_divisors(size)} would",
+        )
+
+
+def _check_teacher(config: Config, arch: Architecture, problems: _Problems) -> None:
+    """The teacher has the policy's parallel layout."""
+    loss = config.loss
+    if loss.type != "distill":
+        problems.check(
+            loss.teacher is None,
+            "loss.teacher",
+            loss.teacher,
+            f"loss.type = {loss.type} has no teacher; did you mean loss.type = distill?",
+        )
+        return
+    if loss.teacher is None:
+        problems.lines.append("loss.teacher: must be given for loss.type = distill")
+        return
+    try:
+        teacher = read_architecture(loss.teacher)
+    except ArchitectureError as error:
+        problems.lines.append(f"loss.teacher: {error}")
+        return
+    problems.check(
+        teacher.vocab == arch.vocab,
+        "loss.teacher",
+        loss.teacher,
+        f"has a vocabulary of {teacher.vocab}, the model one of {arch.vocab}; they must be equal",
+    )
+    _check_tensor_shards(config.policy.parallel, teacher, "teacher", problems)
+    _check_stages(config.policy.parallel, teacher, problems)
+    if teacher.experts is not None:
+        _check_experts(config.policy.parallel, teacher, problems)
 
 
 def _check_stages(parallel: ParallelConfig, arch: Architecture, problems: _Problems) -> None:
@@ -708,7 +750,7 @@ def group_problems(config: Config) -> list[str]:
     advantage and most of its steps would still be 0.
     """
     samples = config.rollout.samples_per_prompt
-    if samples >= 2 or config.loss.type == "nll":
+    if samples >= 2 or not config.loss.uses_rewards:
         return []
     return [
         f"rollout.samples_per_prompt = {samples}: advantage.estimator = "

@@ -1,7 +1,9 @@
 """Paths in a configuration: relative to their file; on the command line, to the working directory.
 
-    model.path, run.resume     folders
-    data.train, data.eval      FILE.jsonl, FILE.parquet, and hf:FOLDER if the folder exists
+    model.path, loss.teacher,  folders
+    run.resume
+    data.train, data.eval,     FILE.jsonl, FILE.parquet, and hf:FOLDER if the folder exists
+    warm_start.data
     env.options                strings that begin with ./ or ../
 
 `run.dir`, the parent of run directories, is always relative to the working directory.
@@ -13,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-DATA_KEYS = ("data.train", "data.eval")
+DATA_KEYS = ("data.train", "data.eval", "warm_start.data")
 RESUME_WORDS = ("auto", "never")
 DATA_FILES = (".jsonl", ".parquet")
 OPTIONS = "env.options"
@@ -27,7 +29,7 @@ def in_file(key: str, value: Any, folder: Path) -> Any:
         return value
     if key in DATA_KEYS:
         return _data_source(value, lambda path: _joined(folder, path))
-    if key == "model.path" or (key == "run.resume" and value not in RESUME_WORDS):
+    if key in ("model.path", "loss.teacher") or (key == "run.resume" and value not in RESUME_WORDS):
         return _joined(folder, value)
     return value
 
@@ -54,20 +56,24 @@ def _in_options(value: Any, folder: Path) -> Any:
 def absolute(config: Any) -> Any:
     """The config with absolute paths."""
     resume = config.run.resume
-    data = {
-        name: source and _data_source(source, _absolute)
-        for name, source in (("train", config.data.train), ("eval", config.data.eval))
-    }
+    data = config.data
+    warm_start = config.warm_start
     return replace(
         config,
         model=replace(config.model, path=_absolute(config.model.path)),
-        data=replace(config.data, **data),
+        data=replace(data, train=_absolute_source(data.train), eval=_absolute_source(data.eval)),
+        warm_start=replace(warm_start, data=_absolute_source(warm_start.data)),
+        loss=replace(config.loss, teacher=config.loss.teacher and _absolute(config.loss.teacher)),
         run=replace(config.run, resume=resume if resume in RESUME_WORDS else _absolute(resume)),
     )
 
 
 def _absolute(path: str) -> str:
     return str(Path(path).absolute())
+
+
+def _absolute_source(source: str | None) -> str | None:
+    return source and _data_source(source, _absolute)
 
 
 def _data_source(source: str, move) -> str:

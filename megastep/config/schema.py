@@ -243,6 +243,13 @@ class ClusterConfig:
     cpus_per_process: float = setting(
         0.25, "Ray CPUs per rank and per engine; threads are not pinned", limit=1024
     )
+    threads_per_process: int | None = setting(
+        None,
+        "threads of a rank or an engine without a GPU; default: $OMP_NUM_THREADS, else the cores"
+        " divided by the processes that compute at the same time",
+        ge=1,
+        limit=1024,
+    )
     object_store_mb: int = setting(512, "object store of a local Ray", limit=1 << 24)
     timeout_s: int = setting(
         120, "time to wait for resources used by other jobs", gt=0, limit=SECONDS
@@ -350,6 +357,7 @@ class ImportanceSamplingConfig:
 CLIP_BOUNDS = {
     "ppo_clip": (0.2, 0.2),  # Schulman et al. 2017
     "gspo": (3e-4, 4e-4),  # Zheng et al. 2025, section 5.1: sequence ratios stay closer to 1
+    "distill": (0.2, 0.2),
     "cispo": (1.0, 4.0),  # MiniMax-M1: no lower bound; Khatri et al. 2025 (ScaleRL): ratio ≤ 5
 }
 
@@ -358,8 +366,11 @@ CLIP_BOUNDS = {
 class LossConfig:
     type: str = setting(
         "ppo_clip",
-        "policy loss; nll: supervised",
-        choices=("ppo_clip", "gspo", "cispo", "reinforce", "nll"),
+        "policy loss; nll: supervised; distill: towards the teacher, without rewards",
+        choices=("ppo_clip", "gspo", "cispo", "reinforce", "nll", "distill"),
+    )
+    teacher: str | None = setting(
+        None, "distill: the teacher's Hugging Face folder, of the model's vocabulary"
     )
     reduction: str = setting(
         "token",
@@ -385,6 +396,11 @@ class LossConfig:
     entropy_coef: float = setting(0.0, "entropy bonus", ge=0, limit=1000)
     importance_sampling: ImportanceSamplingConfig = field(default_factory=ImportanceSamplingConfig)
 
+    @property
+    def uses_rewards(self) -> bool:
+        """Whether the advantages of the rewards matter: not in supervised training."""
+        return self.type not in ("nll", "distill")
+
 
 @dataclass
 class OptimizerConfig:
@@ -407,16 +423,22 @@ class OptimizerConfig:
 
 @dataclass
 class WarmStartConfig:
-    """Supervised training on the environment's demonstrations, before the first training step."""
+    """Supervised training on demonstrations, before the first training step."""
 
-    trajectories: int = setting(0, "demonstrations; 0: no warm start", ge=0, limit=10**6)
+    data: str | None = setting(
+        None,
+        "conversations with columns messages and tools: JSONL, Parquet or hf:PLACE; default: the"
+        " environment's demonstrations",
+    )
+    trajectories: int = setting(
+        0, "demonstrations; 0: all rows of data, without data no warm start", ge=0, limit=10**6
+    )
     epochs: int = setting(1, "passes over the demonstrations", ge=1)
     batch: int = setting(64, "trajectories per optimizer step", ge=1)
     lr: float = setting(1e-4, "initial learning rate, with linear decay to 0", ge=0, limit=1)
 
-    @property
-    def optimizer_steps(self) -> int:
-        return self.epochs * -(-self.trajectories // self.batch)
+    def optimizer_steps(self, demonstrations: int) -> int:
+        return self.epochs * -(-demonstrations // self.batch)
 
 
 @dataclass

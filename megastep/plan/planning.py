@@ -41,6 +41,7 @@ class Stage:
     layer_peak: int  # backward of one layer: gradients, and what it recomputes
     head_peak: int  # hidden states and logits at the head
     reference_peak: int  # the policy's weights while the KL's reference takes their place
+    teacher: int  # weights of the teacher of a distillation
     host: int  # in CPU memory
 
     @property
@@ -50,7 +51,8 @@ class Stage:
 
     @property
     def policy(self) -> int:
-        return self.states.weights + self.states.gradients + self.optimizer + self.activations
+        states = self.states.weights + self.states.gradients + self.optimizer
+        return states + self.teacher + self.activations
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Plan:
 
     def rollout_bytes(self, stage: Stage) -> int:
         """Of a GPU of this stage, while a colocated engine works."""
-        policy = stage.states.weights + stage.optimizer_in_rollout
+        policy = stage.states.weights + stage.teacher + stage.optimizer_in_rollout
         return int(policy + RESERVE_GIB * GIB + self.engine.budget)
 
     @property
@@ -121,6 +123,7 @@ class Plan:
             "gradients": stage.states.gradients,
             "optimizer": stage.optimizer,
             "activations": stage.activations,
+            "the teacher's weights": stage.teacher,
         }
         name, size = max(parts.items(), key=lambda item: item[1])
         return f"training on stage {stage.number + 1}: mostly {name}, {gib(size)} GiB"
@@ -204,14 +207,23 @@ def make_plan(
         config=config,
         arch=arch,
         stages=[
-            stage_memory(config, arch, number, of_stage, micro_batches)
-            for number, of_stage in enumerate(states)
+            stage_memory(config, arch, number, of_stage, micro_batches, teacher)
+            for number, (of_stage, teacher) in enumerate(zip(states, teacher_bytes(config)))
         ],
         engine=engine_memory(config, gpu_gib),
         gpu_bytes=int(gpu_gib * GIB),
         trajectory_tokens=trajectory_tokens,
         parameters=parameters(arch),
     )
+
+
+def teacher_bytes(config: Config) -> list[int]:
+    """The teacher's weights on a rank of each pipeline stage."""
+    if config.loss.teacher is None:
+        return [0] * config.policy.parallel.pipeline
+    itemsize = PRECISIONS[config.policy.precision].itemsize
+    stages = model_states(config, read_architecture(config.loss.teacher))
+    return [stage.parameters * itemsize for stage in stages]
 
 
 @functools.cache
@@ -254,6 +266,7 @@ def stage_memory(
     number: int,
     states: ModelStates,
     micro_batches: int,
+    teacher: int = 0,
     cuda: bool = True,
 ) -> Stage:
     policy = config.policy
@@ -290,6 +303,7 @@ def stage_memory(
         layer_peak=int(backward * tokens + states.largest_weight),
         head_peak=head_peak,
         reference_peak=int(reference_peak),
+        teacher=teacher,
         host=int(host),
     )
 

@@ -66,12 +66,14 @@ def _column(plan: Plan, stage: Stage) -> dict[str, str]:
         holds += " + embedding"
     if states.has_head:
         holds += " + head"
+    teacher = {"teacher's weights": gib(stage.teacher)} if stage.teacher else {}
     column = {
         "holds": holds,
         "parameters, 1e9": f"{states.parameters / 1e9:.2f}",
         "weights": gib(states.weights),
         "gradients": gib(states.gradients),
         "optimizer": gib(stage.optimizer),
+        **teacher,
         "activations, peak": gib(stage.activations),
         "  kept for backward": gib(stage.kept),
         "  micro-batches in flight": f"{stage.in_flight:g}",

@@ -10,6 +10,8 @@ With x = logprob under the trained policy, old = logprob before the update, A = 
     cispo       -stop(clip(ratio, 1 - clip_low, 1 + clip_high)) A x      (MiniMax-M1)
     reinforce   -A x
     nll         -x, without an advantage: supervised
+    distill     ppo_clip with A = teacher - old of each token: given the context, the expected
+                gradient is that of KL(policy ‖ teacher) (Agarwal et al. 2024; Lu 2025)
 
     + kl_coef × estimate of KL(policy ‖ reference)
                 k2 = d²/2, k3 = exp(d) - d - 1 with d = ref - x, at most KL_MAX
@@ -50,6 +52,7 @@ SUMS = (
     "clipped",
     "kl_reference",
     "kl_clamped",
+    "kl_teacher",
     "advantage_abs",
     "importance",
     "importance_clipped",
@@ -71,6 +74,7 @@ class LossRows:
     rollout_logprob: Tensor  # NaN where the engine recorded none
     old_logprob: Tensor | None
     ref_logprob: Tensor | None
+    teacher_logprob: Tensor | None
     step: Tensor  # index of the row's step in the micro-batch
     num_steps: int
     real: Tensor  # bool: not padding
@@ -83,12 +87,16 @@ def loss_rows(loss: LossTable, device: torch.device) -> LossRows:
     def on_device(column: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(column)).to(device)
 
+    def if_computed(column: np.ndarray | None) -> Tensor | None:
+        return None if column is None else on_device(column)
+
     return LossRows(
         advantage=on_device(loss.advantage),
         weight=on_device(loss.weight),
         rollout_logprob=on_device(loss.rollout_logprob),
-        old_logprob=None if loss.old_logprob is None else on_device(loss.old_logprob),
-        ref_logprob=None if loss.ref_logprob is None else on_device(loss.ref_logprob),
+        old_logprob=if_computed(loss.old_logprob),
+        ref_logprob=if_computed(loss.ref_logprob),
+        teacher_logprob=if_computed(loss.teacher_logprob),
         step=on_device(step),
         num_steps=len(starts),
         real=on_device(loss.group != PADDING),
@@ -103,6 +111,7 @@ class RowTerms:
     entropy: Tensor
     ratio: Tensor
     clipped: Tensor  # bool: clipping changed the term
+    advantage: Tensor
     kl: Tensor
     kl_clamped: Tensor  # bool: the KL estimate is at KL_MAX
     importance_weight: Tensor
@@ -139,7 +148,8 @@ def policy_loss(
         # `logprob - current` is 0 and carries the gradient of each token.
         log_ratio = _step_mean(log_ratio.detach(), rows) + logprob - current
     ratio = log_ratio.exp()
-    term, clipped = TERMS[config.type](config, ratio, rows.advantage, logprob)
+    advantage = _distillation_advantage(old, rows) if config.type == "distill" else rows.advantage
+    term, clipped = TERMS[config.type](config, ratio, advantage, logprob)
     log_importance_ratio = torch.where(recorded, old - rows.rollout_logprob, 0.0)
     importance_weight, importance_kept = _importance_weight(config, log_importance_ratio, rows)
     # A masked row adds 0 even if its term is not finite.
@@ -161,6 +171,7 @@ def policy_loss(
             entropy=entropy,
             ratio=ratio,
             clipped=clipped,
+            advantage=advantage,
             kl=kl,
             kl_clamped=kl_clamped,
             importance_weight=importance_weight,
@@ -217,11 +228,19 @@ TERMS: dict[str, Callable] = {
     "cispo": _cispo,
     "reinforce": _reinforce,
     "nll": _nll,
+    "distill": _clipped_surrogate,
 }
 KL_ESTIMATORS: dict[str, Callable] = {
     "k2": lambda d: d.square() / 2,
     "k3": lambda d: d.exp() - d - 1,
 }
+
+
+def _distillation_advantage(old: Tensor, rows: LossRows) -> Tensor:
+    """[N]; bounded: a token that the teacher excludes would dominate the gradient."""
+    assert rows.teacher_logprob is not None, "computed by the worker"
+    difference = (rows.teacher_logprob - old.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(rows.weight == 0, 0.0, difference)
 
 
 def _kl(config: LossConfig, logprob: Tensor, rows: LossRows) -> tuple[Tensor, Tensor]:
@@ -270,6 +289,7 @@ def _loss_metrics(loss: Tensor, terms: RowTerms, rows: LossRows) -> LossMetrics:
     def total(values: Tensor, where: Tensor = real) -> Tensor:
         return torch.where(where, values.double(), 0.0).sum()
 
+    zero = loss.new_zeros((), dtype=torch.float64)
     sums = {
         "loss": loss.double(),
         "rows": total(real),
@@ -278,7 +298,9 @@ def _loss_metrics(loss: Tensor, terms: RowTerms, rows: LossRows) -> LossMetrics:
         "clipped": total(terms.clipped),
         "kl_reference": total(terms.kl),
         "kl_clamped": total(terms.kl_clamped),
-        "advantage_abs": total(rows.advantage.abs()),
+        # The mean of old - teacher over sampled tokens estimates KL(policy ‖ teacher).
+        "kl_teacher": total(-terms.advantage) if rows.teacher_logprob is not None else zero,
+        "advantage_abs": total(terms.advantage.abs()),
         "importance": total(terms.importance_weight),
         "importance_clipped": total(~terms.importance_kept),
         "mismatch_rows": total(real, terms.compared),
@@ -309,6 +331,7 @@ def means(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
         "train/clip_fraction": sums["clipped"] / rows,
         "train/kl_reference": sums["kl_reference"] / rows,
         "train/kl_clamped_fraction": sums["kl_clamped"] / rows,
+        "train/kl_teacher": sums["kl_teacher"] / rows,
         "train/advantage_abs_mean": sums["advantage_abs"] / rows,
         "train/importance_mean": sums["importance"] / rows,
         "train/importance_clipped_fraction": sums["importance_clipped"] / rows,

@@ -170,7 +170,8 @@ def transformer_config(
         pipeline_model_parallel_size=degrees.pipeline,
         virtual_pipeline_model_parallel_size=degrees.virtual if degrees.virtual > 1 else None,
         pipeline_model_parallel_layout=_pipeline_stages(degrees),
-        expert_model_parallel_size=degrees.expert,
+        # The dense teacher of a MoE policy is built under the policy's layout.
+        expert_model_parallel_size=1 if arch.experts is None else degrees.expert,
         expert_tensor_parallel_size=degrees.expert_tensor_size,
         context_parallel_size=degrees.context,
         params_dtype=dtype,

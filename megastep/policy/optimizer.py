@@ -16,6 +16,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -69,6 +70,20 @@ def build_optimizer(
         override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
+
+
+def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
+    """The rest of `optimizer.step`, which would prepare the gradients and their norm again."""
+    for part in optimizer.chained_optimizers:
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=part.config.clip_grad,
+                total_norm=norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    optimizer.step_with_ready_grads()
 
 
 def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:

@@ -5,6 +5,7 @@ rank with the same micro-batches. `learn` runs, for each mini-batch and where th
 
     compute_old_logprobs          of the current policy, into the loss tables
     compute_reference_logprobs    of the initial model, into the loss tables
+    compute_teacher_logprobs      of the teacher of a distillation, into the loss tables
     update                        forward and backward over the micro-batches, then one optimizer
                                   step; skipped if the loss or a gradient is not finite, or if the
                                   mini-batch has no trained token
@@ -21,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megastep.checkpoint import saver
@@ -34,9 +34,17 @@ from megastep.policy import routing_replay
 from megastep.policy.batch import own_routing, prepare
 from megastep.policy.loss import MAXIMA, SUMS, LossMetrics, loss_rows, means, policy_loss
 from megastep.policy.model import build_model, wrap_for_training
-from megastep.policy.optimizer import build_optimizer
+from megastep.policy.optimizer import build_optimizer, clip_and_step
+from megastep.policy.schedule import run_schedule
+from megastep.policy.teacher import Teacher
 from megastep.types import PADDING, MicroBatch
-from megastep.weights.hf_files import HFReader, copy_companions, write_shards, written_atomically
+from megastep.weights.hf_files import (
+    SHARD_BYTES,
+    HFReader,
+    copy_companions,
+    write_shards,
+    written_atomically,
+)
 from megastep.weights.megatron import export_hf, global_name, load_hf
 from megastep.weights.random_init import RandomWeights
 
@@ -67,6 +75,7 @@ class PolicyWorker:
         load_hf(chunks, self.arch, weights)
         self.layer_replays = [routing_replay.attach(chunk) for chunk in chunks]
         self.chunks = wrap_for_training(chunks, policy.precision)
+        self.teacher = Teacher(config) if config.loss.type == "distill" else None
         self._saver = saver.Saver()
         self._megatron = chunks[0].config
         self._megatron.finalize_model_grads_func = _finalize_sums
@@ -99,6 +108,8 @@ class PolicyWorker:
                 self.compute_old_logprobs(micro_batches)
             if self.loss.kl_coef > 0:
                 self.compute_reference_logprobs(micro_batches)
+            if self.loss.type == "distill":
+                self.compute_teacher_logprobs(micro_batches)
         return [self.update(micro_batches) for micro_batches in mini_batches]
 
     def update(self, micro_batches: list[MicroBatch]) -> Update:
@@ -116,9 +127,12 @@ class PolicyWorker:
         self.optimizer.zero_grad()
         loss_metrics = self._run(micro_batches, self._loss)
         metrics = rate | _reduce_metrics(loss_metrics) | self._agreement()
-        problem = self._find_nonfinite(micro_batches, loss_metrics)
+        self.optimizer.prepare_grads()
+        norm = self.optimizer.get_grad_norm()
+        problem = self._find_nonfinite(micro_batches, loss_metrics, norm)
         if problem is None:
-            _, metrics["train/grad_norm"], _ = self.optimizer.step()
+            metrics["train/grad_norm"] = norm
+            clip_and_step(self.optimizer, norm)
             self._check_weights(f"optimizer step {self.step}")
         metrics["train/skipped"] = float(problem is not None)
         metrics["train/empty_mini_batches"] = 0.0
@@ -146,6 +160,12 @@ class PolicyWorker:
             for micro_batch, logprob in zip(micro_batches, self.logprobs(micro_batches)):
                 micro_batch.trie.loss.ref_logprob = logprob
 
+    def compute_teacher_logprobs(self, micro_batches: list[MicroBatch]) -> None:
+        """Fill `teacher_logprob` of the loss tables, on ranks with the output layer."""
+        assert self.teacher is not None, "built for loss.type=distill"
+        for micro_batch, logprob in zip(micro_batches, self.teacher.logprobs(micro_batches)):
+            micro_batch.trie.loss.teacher_logprob = logprob
+
     def logprobs(self, micro_batches: list[MicroBatch]) -> list[np.ndarray]:
         """[N] of each loss table; empty on ranks without the output layer."""
         return [logprob for logprob, _ in self.logprobs_and_entropies(micro_batches)]
@@ -168,21 +188,9 @@ class PolicyWorker:
 
         Returns the last result of `finish` for each, on ranks with the output layer.
         """
-        data_iterators = [
-            iter([(chunk, micro_batch) for micro_batch in micro_batches])
-            for chunk in range(len(self.chunks))
-        ]
+        forward_step = partial(self._forward_step, finish)
         with routing_replay.replayed(self._all_layer_replays(), forward_only):
-            return get_forward_backward_func()(
-                forward_step_func=partial(self._forward_step, finish),
-                data_iterator=data_iterators,
-                model=self.chunks,
-                num_microbatches=len(micro_batches),
-                seq_length=len(micro_batches[0].trie),
-                micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-            )
+            return run_schedule(self.chunks, forward_step, micro_batches, forward_only)
 
     def _forward_step(self, finish: Callable, data: Iterator, model) -> tuple[Tensor, Callable]:
         """The signature of Megatron's schedules: the output, and the function for the loss."""
@@ -247,11 +255,9 @@ class PolicyWorker:
         return {"routing_replay/agreement": fraction}
 
     def _find_nonfinite(
-        self, micro_batches: list[MicroBatch], loss_metrics: list[LossMetrics]
+        self, micro_batches: list[MicroBatch], loss_metrics: list[LossMetrics], norm: float
     ) -> str | None:
         """Why the optimizer step must be skipped, the same text on every rank; None: apply it."""
-        self.optimizer.prepare_grads()
-        norm = self.optimizer.get_grad_norm()
         own_losses = []
         if parallel.place().tensor == 0:
             own_losses = _nonfinite_losses(micro_batches, loss_metrics)
@@ -350,7 +356,7 @@ class PolicyWorker:
         """Every tensor of the model under its HF name, on rank 0; all ranks must exhaust it."""
         return export_hf(self.chunks, self.arch)
 
-    def export(self, destination: str | Path, shard_bytes: int = 5 * 10**9) -> None:
+    def export(self, destination: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
         """Write a Hugging Face folder, with the config and tokenizer of `model.path`."""
         self._check_weights(f"optimizer step {self.step}")
         if parallel.place().rank != 0:

@@ -88,6 +88,8 @@ MEANINGS = {
     "train/ratio_max": "importance ratio of the current to the old policy, maximum",
     "train/clip_fraction": "fraction of trained tokens whose importance ratio was clipped",
     "train/kl_reference": "KL to the reference model, mean over trained tokens (loss.kl_coef)",
+    "train/kl_teacher": "KL to the teacher, mean over trained tokens of its k1 estimate "
+    "(loss.type=distill)",
     "train/kl_clamped_fraction": "fraction of trained tokens whose KL estimate was clamped to 10 "
     "and has no gradient",
     "train/advantage_abs_mean": "absolute advantage, mean over trained tokens",

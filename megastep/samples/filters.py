@@ -37,8 +37,8 @@ class Dropped:
 def apply(groups: list[Group], config: Config) -> tuple[list[Group], list[Dropped]]:
     """The groups to train on: without failed trajectories, through the configured filters."""
     drops_degenerate = config.filters.zero_variance or config.filters.dynamic_sampling
-    if config.loss.type == "nll":
-        drops_degenerate = False  # supervised training has no advantages
+    if not config.loss.uses_rewards:
+        drops_degenerate = False
     groups, dropped = failed(groups)
     groups, not_finite = finite_rewards(groups)
     groups, cut_off = truncated(groups, config.filters.truncated)

@@ -61,6 +61,8 @@ class Run:
         checkpoint = where_to_resume(config, folder, resume)
         if checkpoint is None:
             check_weights_fit(config)
+        if config.loss.teacher is not None:
+            _check_weights_of(config.loss.teacher)
         state = LoopState.read(checkpoint) if checkpoint else LoopState(step=0)
         check_not_newer(folder, state.step)
         run = cls(folder, checkpoint, state, latest(folder / "checkpoints"))
@@ -119,11 +121,11 @@ class Run:
         """The policy that the checkpoint's run started from; None: the weights of `model`."""
         assert self.checkpoint is not None
         folder = _run_of(self.checkpoint)
-        origin = Origin.read(folder)
-        if origin is not None and origin.reference is not None:
-            return origin.reference
         start = folder / "start" / "step_0"
-        return start if start.is_dir() else None
+        if start.is_dir():
+            return start
+        origin = Origin.read(folder)
+        return origin.reference if origin is not None else None
 
     def rollouts(self, step: int) -> Path:
         return self.latest_rollouts.with_name(f"step_{step}.safetensors")
@@ -221,9 +223,12 @@ def where_to_resume(config: Config, folder: Path, resume: str) -> Path | None:
 
 def check_weights_fit(config: Config) -> None:
     """Every tensor exists with the shape that config.json implies; reads headers only."""
-    if config.model.init != "hf":
-        return
-    reader = HFReader(config.model.path)
-    for mapping in param_mappings(read_architecture(config.model.path)).values():
+    if config.model.init == "hf":
+        _check_weights_of(config.model.path)
+
+
+def _check_weights_of(folder: str) -> None:
+    reader = HFReader(folder)
+    for mapping in param_mappings(read_architecture(folder)).values():
         for name, shape in mapping.hf:
             check_shape(name, reader.shape(name), shape)

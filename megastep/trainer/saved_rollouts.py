@@ -86,7 +86,7 @@ def _check_trainable(config: Config, path: Path, batches: list[Batch]) -> None:
         validate(kept, *model_limits(config))
     except RolloutError as error:
         raise StoreError(f"{path}: not of {config.model.path}: {error.summary()}") from None
-    if config.loss.type == "nll":
+    if not config.loss.uses_rewards:
         return
     informative = sum(batch.informative for batch in batches)
     reason = f"under advantage.estimator = {config.advantage.estimator} all advantages are 0"

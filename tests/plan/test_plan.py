@@ -414,3 +414,17 @@ def test_x8_the_column_of_a_stage_adds_up():
     for stage in plan.stages:
         model_states = stage.states.weights + stage.states.gradients + stage.optimizer
         assert plan.training_bytes(stage) == model_states + stage.activations + 7 * GIB
+
+
+def test_x8_a_teacher_counts_its_weights():
+    recipe = "configs/h100/qwen3-8b.yaml"
+    given = ["loss.type=distill", "loss.teacher=configs/models/qwen3-32b"]
+    alone = make_plan(load(recipe, has_cuda=True))
+    taught = make_plan(load(recipe, given, has_cuda=True))
+    for before, after in zip(alone.stages, taught.stages, strict=True):
+        assert after.policy - before.policy == after.teacher
+        more = taught.rollout_bytes(after) - alone.rollout_bytes(before)
+        assert more == after.teacher
+    tensor = taught.config.policy.parallel.tensor
+    parameters = sum(stage.teacher for stage in taught.stages) / 2 * tensor  # bf16
+    assert parameters == pytest.approx(32.8e9, rel=0.01)

@@ -29,6 +29,7 @@ def table(seed=0) -> LossTable:
         step=step,
         old_logprob=random.normal(-2, 0.5, N).astype(f32),
         ref_logprob=random.normal(-2, 0.5, N).astype(f32),
+        teacher_logprob=random.normal(-2, 0.5, N).astype(f32),
     )
 
 
@@ -55,7 +56,9 @@ def expected(config: LossConfig, loss: LossTable, x: np.ndarray) -> float:
         if config.type == "gspo":
             ratio = math.exp(np.mean(x[mine] - old[mine]))
         a, bounded = float(loss.advantage[i]), ratio
-        if config.type in ("ppo_clip", "gspo", "cispo"):
+        if config.type == "distill":
+            a = float(loss.teacher_logprob[i] - old[i])
+        if config.type in ("ppo_clip", "gspo", "cispo", "distill"):
             bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
         term = {"reinforce": -a * x[i], "nll": -x[i], "cispo": -bounded * a * x[i]}.get(config.type)
         if term is None:
@@ -91,6 +94,8 @@ def expected(config: LossConfig, loss: LossTable, x: np.ndarray) -> float:
         dict(type="cispo", clip_low=0.2, clip_high=0.3),
         dict(type="reinforce"),
         dict(type="nll"),
+        dict(type="distill"),
+        dict(type="distill", old_logprobs="rollout", clip_high=0.1),
         dict(type="ppo_clip", kl_coef=0.1),
         dict(type="reinforce", kl_coef=0.1, kl_estimator="k2"),
         dict(type="reinforce", entropy_coef=0.2),

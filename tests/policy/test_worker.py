@@ -12,8 +12,8 @@ from tests.policy.updates import make_groups, plain_logprobs
 MODEL = "qwen3_moe"
 
 
-def plain(models, groups, temperature=1.0) -> dict:
-    _, model = models(MODEL)
+def plain(models, groups, temperature=1.0, model=MODEL) -> dict:
+    _, model = models(model)
     found = {}
     for group in groups:
         for trajectory in group.trajectories:
@@ -190,3 +190,22 @@ def test_d3_offloading_frees_the_gradients_and_changes_no_metric(ranks, models):
     offloaded = ranks(2).run(cases.take_steps_with_offload, folder=folder, layout=layout, steps=3)
     assert [metrics for metrics, _ in offloaded] == plain
     assert [gradient_bytes for _, gradient_bytes in offloaded] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "layout, teacher",
+    [(dict(tensor=2), "qwen2_tied"), (dict(pipeline=2), MODEL), (dict(expert=2), "qwen2_tied")],
+)
+def test_the_teacher_scores_the_students_tokens(ranks, models, layout, teacher):
+    """At the temperature of the rollout, under the student's layout, with its own routing: a dense
+    teacher, and one with experts that does not replay the student's."""
+    groups = make_groups(replay=True)
+    results = ranks(2).run(
+        cases.teacher_after_update,
+        folder=models(MODEL)[0],
+        teacher=models(teacher)[0],
+        layout=layout,
+        groups=groups,
+        temperature=0.7,
+    )
+    assert_same(merged(results), plain(models, groups, temperature=0.7, model=teacher))

@@ -14,7 +14,7 @@ from megastep.checkpoint.manifest import describe, write_manifest
 from megastep.config import load
 from megastep.errors import CheckpointError, RunDirError
 from megastep.models.architecture import read_architecture
-from megastep.trainer.rundir import Run
+from megastep.trainer.rundir import Origin, Run
 from tests.bad_input.harness import rejected
 from tests.processes import alive, descendants
 from tests.runs import LOCAL
@@ -163,3 +163,15 @@ def test_a_checkpoint_of_another_process_since_find_is_an_error(first, tmp_path)
     checkpoint(first / "checkpoints", 9)
     with pytest.raises(RunDirError, match="another process has just written to it; start again"):
         run.create(config)
+
+
+def test_the_kl_reference_after_sft_is_its_result(tmp_path):
+    """Not the checkpoint that sft started from, which origin.json names."""
+    before = tmp_path / "before" / "start" / "step_0"
+    taught = tmp_path / "taught" / "start" / "step_0"
+    for folder in (before, taught):
+        folder.mkdir(parents=True)
+    Origin(before, before).write(tmp_path / "taught")
+    checkpoint = tmp_path / "taught" / "checkpoints" / "step_4"
+    run = Run(tmp_path / "taught", checkpoint, LoopState(4))
+    assert run.reference() == taught
