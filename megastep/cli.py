@@ -97,6 +97,16 @@ def _add_run_commands(commands) -> None:
     train.add_argument(
         "--rollouts", metavar="FILE", type=Path, help="a file written by `megastep rollout`"
     )
+    supervised = _add(
+        commands,
+        "sft",
+        _supervised,
+        "supervised training on demonstrations, without engines",
+        "Run the warm start alone: on the conversations of warm_start.data, or on demonstrations "
+        "of the environment. The result is start/step_0 of the run directory.",
+        "sft CONFIG warm_start.data=chats.jsonl warm_start.epochs=3",
+    )
+    _add_config_arguments(supervised)
     rollout = _add(
         commands,
         "rollout",
@@ -232,6 +242,15 @@ def _train(args: argparse.Namespace) -> int:
             from megastep.trainer.loop import train
 
             train(config, name)
+
+    return _run(args, run)
+
+
+def _supervised(args: argparse.Namespace) -> int:
+    def run(config):
+        from megastep.trainer.supervised import train_supervised
+
+        train_supervised(config, Path(args.config).stem)
 
     return _run(args, run)
 

@@ -1,5 +1,6 @@
 """Output for people: progress bars and counters on a terminal, plain lines in a log file."""
 
+import os
 import sys
 import threading
 import time
@@ -18,25 +19,21 @@ LOG_FORMAT = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{pos
 def progress(name: str, total: int, unit: str, done: int = 0, file: TextIO | None = None) -> tqdm:
     """A tqdm bar on a terminal, a line per update in a log; stdout unless `file` is given."""
     file = file or sys.stdout
-    if file.isatty():
-        return tqdm(
-            total=total,
-            initial=done,
-            desc=name,
-            unit=unit,
-            file=file,
-            dynamic_ncols=True,
-            mininterval=0.5,
-        )
-    return tqdm(
-        total=total,
-        initial=done,
-        desc=name,
-        unit=unit,
-        file=_Lines(file),
-        bar_format=LOG_FORMAT,
-        mininterval=LOG_EVERY_S,
-    )
+    bar = {"total": total, "initial": done, "desc": name, "unit": unit}
+    if not file.isatty():
+        log = _Lines(file)
+        return tqdm(**bar, file=log, bar_format=LOG_FORMAT, mininterval=LOG_EVERY_S)
+    if _has_no_size(file):  # tqdm would hide the bar
+        return tqdm(**bar, file=file, ncols=100, nrows=20, mininterval=0.5)
+    return tqdm(**bar, file=file, dynamic_ncols=True, mininterval=0.5)
+
+
+def _has_no_size(file: TextIO) -> bool:
+    """Whether the file is a pseudo-terminal whose size was never set."""
+    try:
+        return os.get_terminal_size(file.fileno()).lines == 0
+    except OSError:
+        return False
 
 
 class _Lines:
@@ -105,6 +102,19 @@ class Clock:
         return self._parts | {"time/step_s": now - self._begun, "time/run_s": now - self._created}
 
 
+@contextmanager
+def supervised_progress(name: str, steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
+    """The bar of a supervised stage; yields the function to call with each step's metrics."""
+    with progress(name, steps, "step") as bar:
+
+        def on_step(metrics: dict[str, float]) -> None:
+            if "train/loss" in metrics:  # absent if no token is trained
+                bar.set_postfix_str(f"loss {metrics['train/loss']:.3f}", refresh=False)
+            bar.update()
+
+        yield on_step
+
+
 class LiveLine:
     """The progress bar of training."""
 
@@ -119,17 +129,6 @@ class LiveLine:
     def __exit__(self, *_) -> None:
         if self.bar is not None:
             self.bar.close()
-
-    @contextmanager
-    def stage(self, name: str, steps: int) -> Iterator[Callable[[float], None]]:
-        """The bar of a stage before training; yields the function to call with each loss."""
-        with progress(name, steps, "step") as bar:
-
-            def on_step(loss: float) -> None:
-                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-                bar.update()
-
-            yield on_step
 
     def show(self, metrics: dict[str, float]) -> None:
         # Created after the first training step, so that the rate excludes the start.

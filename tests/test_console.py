@@ -1,6 +1,8 @@
 """Progress on a terminal and in log files."""
 
 import io
+import os
+import pty
 import re
 import time
 
@@ -49,6 +51,15 @@ def test_a_log_ends_with_the_last_state():
 def test_a_terminal_has_a_bar():
     shown = work(Terminal())
     assert shown.count("\n") == 1 and "\rtrain: 100%|" in shown
+
+
+def test_a_terminal_without_a_size_has_a_bar():
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as file:
+        with console.progress("train", 8, "step", file=file) as bar:
+            bar.update(8)
+    assert "train: 100%|" in os.read(ours, 10_000).decode()
+    os.close(ours)
 
 
 def test_a_wait_counts_its_seconds(monkeypatch):

@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 
 from megastep.envs.tags import after_thinking
+from megastep.rollout.conversations import demonstration
 from megastep.rollout.env import Env, Outcome
 from megastep.rollout.renderer import Renderer
-from megastep.types import Group, Step, StopReason, Trajectory
+from megastep.types import Group
 
 KEYS = 16
 MAX_HOPS = 3
@@ -90,33 +91,21 @@ def _demonstrate(number: int, random: Random, renderer: Renderer, diligence: flo
     table = row["table"]
     hops_left = row["hops"]
     key = row["key"]
-    history = renderer.history([{"role": "user", "content": f"hops {hops_left} from {key}"}])
-    steps: list[Step] = []
-    while True:
+    messages = [{"role": "user", "content": f"hops {hops_left} from {key}"}]
+    is_call = True
+    while is_call:
         is_call = hops_left > 0 and random.random() < diligence
         if is_call or hops_left == 0 or random.random() < 0.5:
             argument = key
         else:
             argument = random.randrange(KEYS)
         action = "call" if is_call else "answer"
-        text = f"<think> {hops_left} {key} </think> {action} {argument}"
-        is_right = not is_call and argument == target(table, row["hops"], row["key"])
-        text_ids = renderer.tokenizer.encode(text, add_special_tokens=False)
-        response_ids = np.array([*text_ids, renderer.end_id], np.int32)  # [R]
-        step = Step(
-            index=len(steps),
-            last=not is_call,
-            prompt_ids=history.prompt_ids,
-            response_ids=response_ids,
-            loss_mask=np.ones(len(response_ids), bool),
-            logprobs=None,
-            versions=np.array([[0, len(response_ids)]], np.int32),
-            reward=float(is_right),
-        )
-        steps.append(step)
-        if not is_call:
-            metrics = {"success": is_right}
-            return Group(number, [Trajectory(number, 0, steps, StopReason.DONE, metrics)])
-        hops_left -= 1
-        key = table[key]
-        history.extend(response_ids, [{"role": "tool", "content": str(key)}])
+        thought = f"<think> {hops_left} {key} </think>"
+        messages.append({"role": "assistant", "content": f"{thought} {action} {argument}"})
+        if is_call:
+            hops_left -= 1
+            key = table[key]
+            messages.append({"role": "tool", "content": str(key)})
+    is_right = argument == target(table, row["hops"], row["key"])
+    metrics = {"success": is_right}
+    return demonstration(number, messages, renderer, metrics, reward=float(is_right))

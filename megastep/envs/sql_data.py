@@ -1,16 +1,23 @@
 """Small databases and questions for the environment `sql`.
 
-    python -m megastep.envs.sql_data FOLDER [--databases 8] [--questions 256] [--seed 0]
+    python -m megastep.envs.sql_data FOLDER [--databases 8] [--questions 256]
+        [--demonstrations 128] [--seed 0]
 
-writes FOLDER/databases/shop_0.sqlite, ..., FOLDER/train.jsonl and FOLDER/eval.jsonl. The questions
-of eval.jsonl are about the last database, those of train.jsonl about the others.
+writes FOLDER/databases/shop_0.sqlite, ..., FOLDER/train.jsonl, FOLDER/eval.jsonl and
+FOLDER/demonstrations.jsonl. The questions of eval.jsonl are about the last database, the others
+about the databases before it. A demonstration runs the right query, looks at its rows and gives it
+as the solution.
 """
 
 import argparse
+import asyncio
 import json
 import sqlite3
 from pathlib import Path
 from random import Random
+
+from megastep.envs.scripted import write_conversations
+from megastep.envs.sql import SQL
 
 FIRST_NAMES = "Ada Ben Cleo Dan Eve Finn Gus Hana Ivo Jana Kai Lena Mia Noor Otto".split()
 CITIES = ("Aral", "Brena", "Corvo", "Delft", "Elm", "Fara")
@@ -66,6 +73,19 @@ def write(folder: Path, databases: int, questions: int, seed: int) -> None:
         (folder / f"{split}.jsonl").write_text("".join(lines))
 
 
+def write_demonstrations(folder: Path, count: int, seed: int) -> None:
+    """Of questions like those of train.jsonl, which must exist."""
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    questions = [json.loads(line) for line in lines]
+    random = Random(f"sql/{seed}/demonstrations")
+    episodes = []
+    for _ in range(count):
+        row = random.choice(questions)
+        turns = [f"<sql>{row['sql']}</sql>", f"<solution>{row['sql']}</solution>"]
+        episodes.append((SQL(row, databases=str(folder / "databases")), turns))
+    asyncio.run(write_conversations(folder / "demonstrations.jsonl", episodes))
+
+
 def _fill(path: Path, random: Random) -> None:
     path.unlink(missing_ok=True)
     with sqlite3.connect(path) as connection:
@@ -117,12 +137,16 @@ def main() -> None:
         "--databases", type=int, default=8, help="at least 2; the last is for evaluation"
     )
     parser.add_argument("--questions", type=int, default=256, help="over all databases")
+    parser.add_argument(
+        "--demonstrations", type=int, default=128, help="conversations for warm_start.data"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.databases < 2:
         parser.error(f"--databases {args.databases}: must be 2 or more, the last is for evaluation")
     write(args.folder, args.databases, args.questions, args.seed)
-    print(f"{args.folder}: {args.databases} databases, train.jsonl, eval.jsonl")
+    write_demonstrations(args.folder, args.demonstrations, args.seed)
+    print(f"{args.folder}: {args.databases} databases, train, eval and demonstrations.jsonl")
 
 
 if __name__ == "__main__":

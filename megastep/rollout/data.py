@@ -68,7 +68,7 @@ def read_rows(source: str, env: type[Env], generated_rows: int, seed: int) -> li
     if source == GENERATED:
         located = _generated_rows(env, generated_rows, seed)
     else:
-        located = _file_rows(source)
+        located = file_rows(source)
     for where, row in located:
         if isinstance(row, str):
             problems.append(f"{where}: {row}")
@@ -90,7 +90,7 @@ def read_rows(source: str, env: type[Env], generated_rows: int, seed: int) -> li
 Located = tuple[str, dict[str, Any] | str]
 
 
-def _file_rows(source: str) -> Iterator[Located]:
+def file_rows(source: str) -> Iterator[Located]:
     if source.startswith("hf:"):
         yield from _hf_rows(source)
     elif source.endswith(".jsonl"):

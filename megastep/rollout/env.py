@@ -50,6 +50,7 @@ from megastep.types import Group
 
 ENTRY_POINTS = "megastep.envs"
 BUILT_IN = {
+    "arithmetic": "megastep.envs.arithmetic:Arithmetic",
     "chase": "megastep.envs.chase:Chase",
     "guess": "megastep.envs.guess:Guess",
     "sql": "megastep.envs.sql:SQL",
@@ -63,7 +64,7 @@ MAX_METRICS_CHARS = 100_000  # per outcome, as JSON
 STATES = range(-(2**63), 2**63)  # int64, as in the columns of a rollout file
 MAX_NAME_CHARS = 80  # of env.name in an error message
 
-Message = dict[str, str]  # role and content, as a chat template takes them
+Message = dict[str, Any]  # role and content, as a chat template takes them
 
 
 class Outcome(NamedTuple):

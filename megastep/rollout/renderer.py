@@ -33,6 +33,7 @@ the model spelled out as text stay text.
 """
 
 import contextlib
+import copy
 import ctypes
 import inspect
 import json
@@ -68,29 +69,27 @@ _CHANNEL = re.compile(
 )
 
 
-def load_tokenizer(folder: str | Path):
+def load_tokenizer(folder: str | Path, key: str = "model.path"):
     from transformers import AutoTokenizer
 
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
         # transformers would create an empty tokenizer
         raise RenderError(
-            f"model.path = {folder}: has no tokenizer; "
-            f"one of {', '.join(_TOKENIZER_FILES)} is needed"
+            f"{key} = {folder}: has no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is needed"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of several libraries
         raise RenderError(
-            f"model.path = {folder}: its tokenizer cannot be loaded ({describe(error)})"
+            f"{key} = {folder}: its tokenizer cannot be loaded ({describe(error)})"
         ) from None
     if not tokenizer.chat_template:
         raise RenderError(
-            f"model.path = {folder}: its tokenizer has no chat template; add a chat_template.jinja"
+            f"{key} = {folder}: its tokenizer has no chat template; add a chat_template.jinja"
         )
     if tokenizer.eos_token_id is None:
         raise RenderError(
-            f"model.path = {folder}: its tokenizer has no eos_token; "
-            "set one in tokenizer_config.json"
+            f"{key} = {folder}: its tokenizer has no eos_token; set one in tokenizer_config.json"
         )
     return tokenizer
 
@@ -168,6 +167,12 @@ class Renderer:
                 with contextlib.suppress(RenderError):
                     self.after_response(trial)
 
+    def with_options(self, **options: Any) -> "Renderer":
+        """The same renderer with more arguments of the template."""
+        other = copy.copy(self)
+        other.options = self.options | options
+        return other
+
     def history(self, messages: list[Message]) -> "History":
         return self._history_class(self, messages)
 
@@ -204,6 +209,29 @@ class Renderer:
                 f"special token (found {excerpt!r}); write rollout.mode: chat"
             )
         return self._encode(rest.lstrip()[len(closing) :])
+
+    def turn_ids(self, before: list[Message], turn: Message) -> np.ndarray:
+        """[R] i32: an assistant message as the model would sample it, with its end-of-turn token.
+
+        `before`: the messages that it follows. The content is what the model samples after the
+        generation prompt; the template writes tool calls.
+        """
+        if self._has_channels:
+            raise RenderError("a turn of a template with channels cannot be written from a message")
+        text = self._call_text(before, turn) if turn.get("tool_calls") else turn["content"]
+        return np.append(self._encode(text), np.int32(self.end_id))
+
+    def _call_text(self, before: list[Message], turn: Message) -> str:
+        """What the template writes between the generation prompt and the end of the turn."""
+        messages = self.quoted([*before, turn])
+        prompt = self._render(messages[:-1])
+        whole = self._render(messages, add_generation_prompt=False)
+        end_token = self.tokenizer.decode([self.end_id])
+        text, end, _ = whole.removeprefix(prompt).partition(end_token)
+        names = [call["function"]["name"] for call in turn["tool_calls"]]
+        if not whole.startswith(prompt) or not end or not all(name in text for name in names):
+            raise RenderError("the chat template does not write tool calls")
+        return text
 
     def text(self, response_ids: np.ndarray) -> str:
         """The decoded response, special tokens included, without its stop token."""

@@ -12,11 +12,13 @@ from megastep.config import Config, EvalConfig, RolloutConfig
 from megastep.errors import ConfigError, DataError, EnvError, RenderError, RolloutError
 from megastep.models.architecture import read_architecture
 from megastep.rollout.agent import Agent, Limits
+from megastep.rollout.conversations import read_conversations
 from megastep.rollout.data import Prompt, PromptStream, load_data
 from megastep.rollout.env import BUILT_IN, Env, check_options, find_env
 from megastep.rollout.generation import Generate, Sampling
 from megastep.rollout.pool import Pool
-from megastep.rollout.renderer import Renderer
+from megastep.rollout.renderer import Renderer, load_tokenizer
+from megastep.samples.packing import check_lengths
 from megastep.samples.validation import validate
 from megastep.text import describe, one_line, shorten
 from megastep.types import Group
@@ -44,6 +46,7 @@ class Task:
             config.model.path, config.rollout.mode, config.rollout.template
         )
         check_vocabulary(renderer, config)
+        check_teacher(renderer, config)
         return cls(config, env, renderer, train_rows, eval_rows)
 
     def stream(self) -> PromptStream:
@@ -59,7 +62,10 @@ class Task:
 
     def demonstrations(self) -> list[Group]:
         """Raises EnvError if the environment has none, or returns invalid ones."""
-        count = self.config.warm_start.trajectories
+        settings = self.config.warm_start
+        if settings.data is not None:
+            return conversations(self.config, self.renderer)
+        count = settings.trajectories
         if not count:
             return []
         method = f"warm_start.trajectories = {count}: {self.env.__name__}.demonstrations"
@@ -123,6 +129,18 @@ class Task:
         )
 
 
+def conversations(config: Config, renderer: Renderer) -> list[Group]:
+    """Of `warm_start.data`; raises DataError for a row that cannot be trained."""
+    source = config.warm_start.data
+    assert source is not None
+    groups = read_conversations(source, renderer, config.warm_start.trajectories)
+    try:
+        check_lengths(groups, config.budget_tokens, config.policy.parallel.tensor)
+    except ValueError as error:
+        raise DataError(f"{source}: {error}") from None
+    return groups
+
+
 def check_vocabulary(renderer: Renderer, config: Config) -> None:
     """A token id outside the embedding would fail in a rank or an engine during the run."""
     vocab = read_architecture(config.model.path).vocab
@@ -131,4 +149,16 @@ def check_vocabulary(renderer: Renderer, config: Config) -> None:
         raise RenderError(
             f"model.path = {config.model.path}: its tokenizer has token ids up to {highest}, "
             f"vocab_size in config.json is {vocab}; the tokenizer is another model's"
+        )
+
+
+def check_teacher(renderer: Renderer, config: Config) -> None:
+    """The teacher scores the student's token ids: they must mean the same tokens."""
+    teacher = config.loss.teacher
+    if teacher is None:
+        return
+    if load_tokenizer(teacher, key="loss.teacher").get_vocab() != renderer.tokenizer.get_vocab():
+        raise RenderError(
+            f"loss.teacher = {teacher}: its tokenizer has other tokens than that of model.path = "
+            f"{config.model.path}"
         )

@@ -72,9 +72,9 @@ class Learner:
         return self._learn(parts, self.config.loss.reduction) if parts else {}
 
     def warm_start(
-        self, demonstrations: list[Group], on_step: Callable[[float], None]
+        self, demonstrations: list[Group], on_step: Callable[[dict[str, float]], None]
     ) -> dict[str, float]:
-        """Supervised epochs, then a fresh optimizer; `on_step` gets each loss."""
+        """Supervised epochs, then a fresh optimizer; `on_step` gets each step's metrics."""
         config = self.config
         settings = config.warm_start
         optimizer = replace(
@@ -88,7 +88,7 @@ class Learner:
             entropy_coef=0.0,
             importance_sampling=ImportanceSamplingConfig(mode="none"),
         )
-        self.policy.begin(optimizer, supervised, settings.optimizer_steps)
+        self.policy.begin(optimizer, supervised, settings.optimizer_steps(len(demonstrations)))
         random = np.random.default_rng([config.train.seed, 0xDE])
         loss = float("nan")
         for _ in range(settings.epochs):
@@ -96,7 +96,7 @@ class Learner:
             for batch in mini_batches(shuffled, settings.batch):
                 metrics = self._learn([batch], "token")
                 loss = metrics.get("train/loss", loss)  # absent if no token is trained
-                on_step(loss)
+                on_step(metrics)
         self.begin()
         return {"warm_start/loss": loss}
 

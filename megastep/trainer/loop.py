@@ -22,7 +22,13 @@ from megastep.checkpoint.loop_state import LoopState
 from megastep.checkpoint.manifest import latest
 from megastep.cluster import Cluster
 from megastep.config import Config, group_problems, training_problems
-from megastep.console import Clock, LiveLine, RolloutProgress, run_summary
+from megastep.console import (
+    Clock,
+    LiveLine,
+    RolloutProgress,
+    run_summary,
+    supervised_progress,
+)
 from megastep.errors import ConfigError, RunFailed
 from megastep.report.metrics_log import MetricsLog, read_metrics
 from megastep.report.run_report import write_report
@@ -167,7 +173,8 @@ class Loop:
             return
         metrics: dict[str, float] = {}
         if demonstrations:
-            with self.line.stage("warm start", self.config.warm_start.optimizer_steps) as on_step:
+            steps = self.config.warm_start.optimizer_steps(len(demonstrations))
+            with supervised_progress("warm start", steps) as on_step:
                 metrics |= self.learner.warm_start(demonstrations, on_step)
         if demonstrations or self.rundir.comes_from_another:
             self.save(self.rundir.start)

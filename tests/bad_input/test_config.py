@@ -21,6 +21,8 @@ CHOICES = [
         "model.path",
         "data.train",
         "data.eval",
+        "warm_start.data",
+        "loss.teacher",
         "env.name",
         "cluster.address",
         "run.dir",
@@ -463,3 +465,11 @@ def test_the_largest_numbers_are_accepted():
     problems = checks._Problems()
     checks._check_limits(config, problems)
     assert problems.lines == [] and sum(limit is not None for limit in limits.values()) > 30
+
+
+def test_sft_needs_demonstrations():
+    rejected("sft", CONFIG, "warm_start.trajectories=0", names="warm_start.data: must be given")
+
+
+def test_sft_names_a_file_that_is_missing():
+    rejected("sft", CONFIG, "warm_start.data=nowhere.jsonl", names="nowhere.jsonl")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -184,3 +185,22 @@ def test_answers_to_the_generated_questions_are_in_the_corpus(data):
     for rows in asked.values():
         assert rows and all(f" {r['answers'][0]}." in passages for r in rows)
     assert not {r["question"] for r in asked["train"]} & {r["question"] for r in asked["eval"]}
+
+
+def test_s17_demonstrations_search_as_often_as_their_question_needs(data, tmp_path):
+    shutil.copytree(data, tmp_path, dirs_exist_ok=True)
+    search_data.write_demonstrations(tmp_path, 20, seed=0)
+    lines = (tmp_path / "demonstrations.jsonl").read_text().splitlines()
+    conversations = [json.loads(line)["messages"] for line in lines]
+    searches = {"In which city": 1, "On which river": 2}
+    seen = set()
+    for messages in conversations:
+        question = messages[0]["content"].rpartition("Question: ")[2]
+        kind = next(start for start in searches if question.startswith(start))
+        seen.add(kind)
+        turns = [m["content"] for m in messages if m["role"] == "assistant"]
+        assert len(turns) == searches[kind] + 1 and turns[-1].startswith("<answer>")
+        answer = turns[-1].removeprefix("<answer>").removesuffix("</answer>")
+        # The last passages contain the answer: it can be learned from them.
+        assert answer in messages[-2]["content"]
+    assert len(conversations) == 20 and seen == set(searches)

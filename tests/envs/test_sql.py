@@ -2,7 +2,9 @@
 
 import asyncio
 import hashlib
+import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 from megastep.envs import sql_data, sql_pool, sql_worker
+from megastep.envs.scripted import write_conversations
 from megastep.envs.sql import SQL, QueryError, run_query, same_rows
 from megastep.errors import EnvError
 from megastep.rollout.data import read_rows
@@ -416,3 +419,23 @@ def test_the_same_seed_writes_the_same_data(data, tmp_path):
     path = "databases/shop_1.sqlite"
     written = list(sqlite3.connect(tmp_path / path).iterdump())
     assert written == list(sqlite3.connect(data / path).iterdump())
+
+
+def test_s17_demonstrations_look_at_the_rows_before_the_solution(data, tmp_path):
+    shutil.copytree(data, tmp_path, dirs_exist_ok=True)
+    sql_data.write_demonstrations(tmp_path, 12, seed=0)
+    lines = (tmp_path / "demonstrations.jsonl").read_text().splitlines()
+    conversations = [json.loads(line)["messages"] for line in lines]
+    assert len(conversations) == 12 and len({m[0]["content"] for m in conversations}) > 3
+    for _, look, rows, solution in conversations:
+        assert look["content"].startswith("<sql>SELECT")
+        assert rows["role"] == "user" and not rows["content"].startswith("error")
+        assert solution["content"] == look["content"].replace("sql>", "solution>")
+
+
+def test_a_scripted_episode_without_reward_is_an_error(data, tmp_path):
+    row = json.loads((data / "train.jsonl").read_text().splitlines()[0])
+    env = SQL(row, databases=str(data / "databases"))
+    with pytest.raises(ValueError, match="an episode has reward 0"):
+        asyncio.run(write_conversations(tmp_path / "x.jsonl", [(env, ["<solution>x</solution>"])]))
+    assert not list(tmp_path.iterdir())

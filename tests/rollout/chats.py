@@ -85,6 +85,18 @@ DEEPSEEK = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{% endif %}"""
 
+# Tools are in the system turn, calls in tags; as Hermes and Qwen2.5.
+HERMES = """\
+{%- if tools %}{{- '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<tool_call>' + call.function | tojson + '</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+
 # No token closes the model's turn.
 OPEN_ENDED = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}{{ 'assistant: ' }}"
@@ -95,6 +107,7 @@ MARKS = {
     "gpt_oss": ["<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"],
     "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "deepseek": ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"],
+    "hermes": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "open_ended": ["<|endoftext|>"],
 }
 ORDINARY = {"deepseek": ["<｜User｜>", "<｜Assistant｜>"]}  # added tokens, not special
@@ -103,6 +116,7 @@ TEMPLATES = {
     "gpt_oss": GPT_OSS,
     "llama3": LLAMA3,
     "deepseek": DEEPSEEK,
+    "hermes": HERMES,
     "open_ended": OPEN_ENDED,
 }
 BOS = {"llama3": "<|begin_of_text|>", "deepseek": "<｜begin▁of▁sentence｜>"}
@@ -111,6 +125,7 @@ EOS = {
     "gpt_oss": "<|return|>",
     "llama3": "<|eot_id|>",
     "deepseek": "<｜end▁of▁sentence｜>",
+    "hermes": "<|im_end|>",
     "open_ended": "<|endoftext|>",
 }
 

@@ -50,7 +50,9 @@ def test_by_entry_point(monkeypatch):
         env_module, "entry_points", lambda group: EntryPoints([point]).select(group=group)
     )
     assert find_env("echo") is Echo
-    with pytest.raises(EnvError, match="env.name = ecko: unknown; one of chase, echo, guess"):
+    with pytest.raises(
+        EnvError, match="env.name = ecko: unknown; one of arithmetic, chase, echo, guess"
+    ):
         find_env("ecko")
 
 
@@ -59,7 +61,8 @@ def test_by_entry_point(monkeypatch):
     [
         (
             "chess",
-            "env.name = chess: unknown; one of chase, guess, search, skyrl, sql, or module:Class",
+            "env.name = chess: unknown; one of arithmetic, chase, guess, search, skyrl, sql, or "
+            "module:Class",
         ),
         ("no.such:Thing", "cannot be imported"),
         (":", "env.name = :: is not of the form module:Class"),

@@ -213,7 +213,9 @@ def test_warm_start_settings(models):
         losses: list[float] = []
         config = cases.make_config(folder, {}, {**settings, "train.seed": seed})
         demonstrations = conflicting_groups(prompts=5)
-        metrics = Learner(config, policy).warm_start(demonstrations, losses.append)
+        metrics = Learner(config, policy).warm_start(
+            demonstrations, lambda metrics: losses.append(metrics["train/loss"])
+        )
         return config, policy, losses, metrics
 
     config, policy, losses, metrics = started(seed=1)
