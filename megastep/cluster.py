@@ -204,8 +204,9 @@ class Cluster:
     def _spawn(self) -> None:
         config = self.config
         if self.with_policy:
+            threads = self._threads(config.policy.ranks)
             actors = [
-                self._actor(PolicyRank, rank, 1, config, os.getcwd(), self.log)
+                self._actor(PolicyRank, rank, 1, config, threads, os.getcwd(), self.log)
                 for rank in range(config.policy.ranks)
             ]
             self._exits.callback(_kill, actors)
@@ -247,10 +248,32 @@ class Cluster:
             has_gpu=self.has_gpu,
             gpu_ids=gpu_ids,
             own_weights=not self.with_policy,
+            threads=self._threads(self._engine_workers),
             folder=os.getcwd(),
             log=self.log,
         )
         return self._actor(Engine, bundle, 0 if colocated else tensor_parallel, config, setup)
+
+    def _threads(self, processes: int) -> int:
+        """Threads of each of so many ranks or workers of engines, if they compute on the CPU.
+
+        Synchronous training alternates between ranks and engines: either has all cores.
+        """
+        given = self.config.cluster.threads_per_process
+        if given is not None:
+            return given
+        if os.environ.get("OMP_NUM_THREADS", "").isdigit():
+            return max(1, int(os.environ["OMP_NUM_THREADS"]))
+        is_asynchronous = self.config.asynchronous.max_staleness > 0
+        if self.with_policy and self.with_engines and is_asynchronous:
+            processes = self.config.policy.ranks + self._engine_workers
+        # The placement group prefers one node.
+        cores = min(node["Resources"].get("CPU", 1) for node in ray.nodes() if node["Alive"])
+        return max(1, int(cores) // processes)
+
+    @property
+    def _engine_workers(self) -> int:
+        return self.config.engine.num_engines * self.config.engine.tensor_parallel
 
     def _actor(self, kind: type, bundle: int, gpus: int, *arguments):
         options: dict[str, Any] = {

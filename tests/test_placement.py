@@ -1,12 +1,13 @@
 """Placement with a fake Ray: what each config key requests. test_cluster.py has a real Ray."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from megastep import cluster
 from megastep.cluster import Cluster
-from megastep.config import load
+from megastep.config import Config, load
 from megastep.errors import ClusterError
 
 CHASE = "configs/chase.yaml"
@@ -15,6 +16,7 @@ CHASE = "configs/chase.yaml"
 def make(monkeypatch, *given: str, gpus: int = 0, has_cuda: bool = False, **more) -> Cluster:
     resources = {"CPU": 8.0, "GPU": gpus} if gpus else {"CPU": 8.0}
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: resources)
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Alive": True, "Resources": resources}])
     return Cluster(load(CHASE, list(given), has_cuda=has_cuda), **more)
 
 
@@ -101,3 +103,56 @@ def test_a_weight_sync_pauses_calls_or_waits_for_them(finish_calls, monkeypatch)
         "wake kv_cache",
         "resume",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "threads"),
+    [
+        (["cluster.threads_per_process=3"], "5", 3),
+        ([], "5", 5),
+        ([], None, 4),  # 8 cores for 2 ranks, which alternate with the engine
+        (["async.max_staleness=1"], None, 2),  # 2 ranks and 1 engine at once
+        (["policy.ranks=16"], None, 1),
+    ],
+)
+def test_threads_of_ranks(monkeypatch, given, variable, threads):
+    """cluster.threads_per_process, OMP_NUM_THREADS, or a share of the cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    settings = ["cluster.threads_per_process=null", "policy.ranks=2", *given]
+    made = make(monkeypatch, *settings)
+    started: list[tuple] = []
+
+    def start(kind, bundle, gpus, *arguments):
+        started.append(arguments)
+        raise InterruptedError
+
+    monkeypatch.setattr(made, "_actor", start)
+    with pytest.raises(InterruptedError):
+        made._spawn()
+    assert started[0][1] == threads
+
+
+@pytest.mark.parametrize(("tensor_parallel", "threads"), [(1, 4), (2, 2)])
+def test_threads_of_engines(monkeypatch, tensor_parallel, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    given = [
+        "cluster.threads_per_process=null",
+        "engine.num_engines=2",
+        f"engine.tensor_parallel={tensor_parallel}",
+    ]
+    made = make(monkeypatch, *given, with_policy=False)
+    monkeypatch.setattr(made, "_actor", lambda kind, bundle, gpus, config, setup: setup)
+    assert made._spawn_engine(0).threads == threads
+
+
+def test_a_rank_computes_with_its_threads(monkeypatch, tmp_path):
+    from megastep.policy import actor
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(actor, "forks_end_with_us", lambda: None)
+    monkeypatch.setattr(actor.ray, "get_gpu_ids", lambda: [])
+    actor.PolicyRank(Config(), 3, str(tmp_path), log=None)
+    assert os.environ["OMP_NUM_THREADS"] == "3"

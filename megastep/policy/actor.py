@@ -36,14 +36,14 @@ _DEATH_KNOWN_S = 30
 class PolicyRank:
     """One rank: an actor around `PolicyWorker` and the sender of its weights."""
 
-    def __init__(self, config: Config, folder: str, log: str | None):
+    def __init__(self, config: Config, threads: int, folder: str, log: str | None):
         self.config = config
         forks_end_with_us()
         os.chdir(folder)
         if log:
             send_output_to(Path(log))
         if not ray.get_gpu_ids():
-            os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks and engines share the cores
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
 
     def where(self) -> tuple[str, list[str]]:
         """The node and the GPUs of this actor."""

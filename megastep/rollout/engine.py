@@ -10,6 +10,7 @@ vLLM and torch are imported when the actor starts, after their environment varia
 """
 
 import asyncio
+import contextlib
 import functools
 import os
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from megastep.models.architecture import read_architecture
 from megastep.rollout.generation import Generation, Sampling
 
 _CPU_BATCH_TOKENS = 4096
+_CPU_BLOCK_TOKENS = 32
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -37,6 +39,7 @@ class Setup:
     has_gpu: bool
     gpu_ids: tuple[str, ...] | None  # GPUs shared with policy ranks; None: assigned by Ray
     own_weights: bool  # from model.path; else from the first weight sync
+    threads: int  # without a GPU
     folder: str  # working directory
     log: str | None  # file for vLLM's output
 
@@ -78,6 +81,10 @@ class Engine:
         if setup.log:
             send_output_to(Path(setup.log))
         os.environ.update(_environment(config, setup))
+        # Takes seconds: here it overlaps with the start of the policy ranks. An error is raised
+        # by `start`, where it is reported.
+        with contextlib.suppress(Exception):
+            import vllm.v1.engine.async_llm  # noqa: F401
 
     async def start(self) -> int:
         """Build the engine; returns the process id."""
@@ -227,11 +234,14 @@ def _environment(config: Config, setup: Setup) -> dict[str, str]:
         return variables
     return {
         **common,
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(setup.threads),
         # vLLM would compile a sampler helper in C++ at the first call, for half a minute.
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # policy ranks use the same cores
         "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_gb),
+        # vLLM then keeps the `uni` executor. Its `mp` executor binds threads to cores, which we do
+        # not want, in a worker process that imports vLLM once more.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.engine.tensor_parallel == 1 else "1",
         amx.VARIABLE: os.environ.get(amx.VARIABLE, amx.WITHOUT_AMX),
     }
 
@@ -245,6 +255,8 @@ def _arguments(config: Config, setup: Setup) -> dict:
         # After a chunked prefill vLLM rewinds the call's generator, which CPU generators cannot do.
         scheduling["enable_chunked_prefill"] = False
         scheduling["max_num_batched_tokens"] = max(max_model_len, _CPU_BATCH_TOKENS)
+        # Prefixes are cached in whole blocks, and vLLM's default of 128 exceeds many turns.
+        scheduling["block_size"] = _CPU_BLOCK_TOKENS
     return dict(
         model=config.model.path,
         skip_tokenizer_init=True,  # token ids in, token ids out
@@ -254,6 +266,9 @@ def _arguments(config: Config, setup: Setup) -> dict:
         max_model_len=max_model_len,
         max_num_seqs=engine.max_sequences,
         tensor_parallel_size=engine.tensor_parallel,
+        # With tensor parallelism in a placement group vLLM would choose its Ray executor, and wait
+        # for GPUs of its own.
+        distributed_executor_backend="uni" if engine.tensor_parallel == 1 else "mp",
         gpu_memory_utilization=engine.gpu_memory_utilization,
         enforce_eager=not setup.has_gpu,
         seed=config.train.seed + setup.index,

@@ -91,7 +91,8 @@ try:
     cluster._connect()
     cluster._reserve()
     turns = [
-        cluster._actor(PolicyRank, bundle, 1, config, os.getcwd(), None) for bundle in (0, 2, 1, 3)
+        cluster._actor(PolicyRank, bundle, 1, config, 1, os.getcwd(), None)
+        for bundle in (0, 2, 1, 3)
     ]
     nodes = [
         [ray.get(actor.where.remote())[0] for actor in actors]

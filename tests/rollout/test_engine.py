@@ -13,10 +13,24 @@ from megastep.rollout.generation import Sampling
 
 CHASE = "configs/chase.yaml"
 ON_CPU = Setup(
-    index=3, backend="shm", has_gpu=False, gpu_ids=None, own_weights=False, folder=".", log=None
+    index=3,
+    backend="shm",
+    has_gpu=False,
+    gpu_ids=None,
+    own_weights=False,
+    threads=5,
+    folder=".",
+    log=None,
 )
 ON_GPU = Setup(
-    index=0, backend="ipc", has_gpu=True, gpu_ids=("2", "5"), own_weights=True, folder=".", log=None
+    index=0,
+    backend="ipc",
+    has_gpu=True,
+    gpu_ids=("2", "5"),
+    own_weights=True,
+    threads=5,
+    folder=".",
+    log=None,
 )
 
 
@@ -53,6 +67,27 @@ def test_arguments_that_depend_on_the_placement():
     assert (here["enable_sleep_mode"], there["enable_sleep_mode"]) == (False, True)
     assert not arguments("cluster.colocate=false", setup=ON_GPU)["enable_sleep_mode"]
     assert here["enable_return_routed_experts"] and here["logprobs_mode"] == "processed_logprobs"
+
+
+def test_threads_of_an_engine_on_a_cpu():
+    config = load(CHASE, [])
+    assert _environment(config, ON_CPU)["OMP_NUM_THREADS"] == "5"
+    assert "OMP_NUM_THREADS" not in _environment(config, ON_GPU)
+
+
+@pytest.mark.parametrize("setup", [ON_CPU, ON_GPU], ids=["cpu", "gpu"])
+def test_the_executor_is_never_rays(setup):
+    """vLLM would choose it in a placement group, and wait for GPUs that ranks and engines hold."""
+    assert arguments(setup=setup)["distributed_executor_backend"] == "uni"
+    two = arguments("engine.tensor_parallel=2", setup=setup)
+    assert two["distributed_executor_backend"] == "mp"
+
+
+def test_one_process_less_without_tensor_parallelism():
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 1: vLLM replaces `uni` on a CPU
+    assert _environment(load(CHASE, []), ON_CPU)[name] == "0"
+    two = load(CHASE, ["engine.tensor_parallel=2"], has_cuda=True)
+    assert _environment(two, ON_CPU)[name] == "1"
 
 
 def test_kv_cache_memory_on_a_cpu():
