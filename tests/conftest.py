@@ -18,21 +18,26 @@ CLUSTERS = (
     "test_slurm.py",
     "test_two_nodes.py",
     "test_train.py",
+    "test_distill.py",
+    "test_supervised.py",
     "test_train_ends.py",
     "test_cluster.py",
     "test_end_to_end.py",
     "test_sender.py",
     "test_fleet.py",
+    "test_pretrained.py",
 )
-ONE_WORKER = CLUSTERS[:4]  # half of the run time
+ONE_WORKER = CLUSTERS[:6]  # half of the run time
 ALSO_CLUSTERS = ("test_vllm.py", "test_a_signal_while_ray_starts")
-# Minutes on several ranks: every model under every parallel layout, and planner against rank.
+# Minutes on several ranks: every model under every parallel layout, and planner against rank;
+# also converters.
 SLOW = (
     "test_layouts.py",
     "test_saver.py",
     "test_update.py",
     "test_worker.py",
     "test_offline.py",
+    "test_get_model.py",
     "test_meta.py",
     "test_random_init.py",
     "test_export_loads_in_transformers_with_the_same_logits",

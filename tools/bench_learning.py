@@ -2,9 +2,9 @@
 
     python tools/bench_learning.py [--seeds 0 1 2]
 
-Each run is all of `launch/local.sh`, 32 training steps, and takes two to three minutes on two idle
-cores. Success is that of held-out prompts after the last step: 256 trajectories, standard error
-0.015.
+Each run is all of `launch/local.sh chase`, 32 training steps, and takes two to three minutes on two
+idle cores. Success is that of held-out prompts after the last step: 256 trajectories, standard
+error 0.015.
 
 The last line is JSON: {"synchronous", "asynchronous", "difference"}, means over the seeds. Bar: an
 absolute difference of at most 0.05. A missed bar is printed.

@@ -152,7 +152,7 @@ class Raw:
 
 def serve_raw(config: Config, token_ids: list[list[int]], pipe) -> None:
     setup = engine.Setup(
-        0, "shm", has_gpu=False, gpu_ids=None, own_weights=True, folder=".", log=None
+        0, "shm", has_gpu=False, gpu_ids=None, own_weights=True, threads=1, folder=".", log=None
     )
     os.environ.update(engine._environment(config, setup))
     for output in (1, 2):
