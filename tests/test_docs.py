@@ -19,6 +19,7 @@ from megastep import cli
 from megastep.config import Config, load
 from megastep.report.meanings import MEANINGS, meaning_of
 from megastep.rollout.env import check_options, find_env
+from tests.fetched import FETCHED, shape_overrides
 from tools import gen_docs
 
 DOCS = sorted(Path("docs").glob("*.md"))
@@ -185,15 +186,15 @@ def test_settings_of_commands_are_valid(page):
         overrides = [word for word in command if re.match(r"[a-z_.]+=", word)]
         config = next((word for word in command if word.endswith(".yaml")), None)
         if "launch/local.sh" in command:
-            config = "configs/local.yaml" if "chase" in command else "configs/arithmetic.yaml"
+            recipe = next((word for word in command if word in FETCHED), "arithmetic")
+            config = "configs/local.yaml" if "chase" in command else f"configs/{recipe}.yaml"
         elif not {*RUNS_A_CONFIG, "launch/slurm.sbatch", "launch/ray_job.sh"} & set(command):
             continue
         if config is None or not config.startswith("configs/"):
             continue
         models = [word for word in overrides if word.startswith("model.path=")]
-        if config == "configs/arithmetic.yaml":  # its model is fetched, not committed
-            models = ["smollm2-135m"]
         shapes = [f"model.path=configs/models/{Path(model).name.lower()}" for model in models]
+        shapes = shape_overrides(config) or shapes
         if any(word.startswith("loss.teacher=") for word in overrides):
             shapes.append("loss.teacher=configs/models/chase")
         load(config, [*overrides, *shapes], has_cuda=True)

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from megastep.config import load
+from tests.fetched import shape_overrides
 
 PAGES = sorted(page for page in Path("configs/recipes").glob("*.md") if page.stem != "h100")
 H100 = sorted(Path("configs/h100").glob("qwen*.yaml"))
@@ -28,10 +29,7 @@ def test_commands_of_a_page(page):
     assert {words[0] for words in with_config} >= {"train", "eval"}
     for _, config, *rest in with_config:
         assert Path(config).stem == page.stem
-        given = [word for word in rest if "=" in word]
-        if page.stem == "arithmetic":  # its model is fetched, not committed
-            given.append("model.path=configs/models/smollm2-135m")
-        load(config, given)
+        load(config, [*(word for word in rest if "=" in word), *shape_overrides(config)])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

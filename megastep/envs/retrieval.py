@@ -1,6 +1,6 @@
 """A BM25 retrieval server over a local corpus.
 
-    python -m megastep.envs.retrieval CORPUS.jsonl [--host 127.0.0.1] [--port 8000]
+    python -m megastep.envs.retrieval CORPUS.jsonl [--host 127.0.0.1] [--port 8000] [--with-parent]
 
 CORPUS.jsonl has a passage per line: {"contents": "text", ...}; other keys are returned with it.
 Requests and responses:
@@ -10,7 +10,8 @@ Requests and responses:
                      with a list per query
     GET /health      200 {"passages": 120}
 
-`--port 0` selects a free port; the server prints its address when it listens.
+`--port 0` selects a free port; the server prints its address when it listens. `--with-parent` ends
+the server with the process that started it.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any
 import bm25s
 from aiohttp import web
 
+from megastep.distributed.processes import end_with_parent
 from megastep.errors import CorpusError
 from megastep.rollout.data import json_lines
 from megastep.text import one_line
@@ -134,7 +136,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("corpus", type=Path, metavar="CORPUS.jsonl")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_port, default=8000, help="0: a free port")
+    parser.add_argument(
+        "--with-parent", action="store_true", help="end when the starting process ends"
+    )
     args = parser.parse_args(argv)
+    if args.with_parent:
+        end_with_parent()
 
     async def serve():
         runner, url = await listening(application(corpus), args.host, args.port)

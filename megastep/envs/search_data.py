@@ -1,6 +1,6 @@
 """A small corpus of an invented country and questions about it, for the environment `search`.
 
-    python -m megastep.envs.search_data FOLDER [--people 60] [--questions 256]
+    python -m megastep.envs.search_data FOLDER [--people 200] [--questions 512]
         [--demonstrations 128] [--seed 0]
 
 writes FOLDER/corpus.jsonl, FOLDER/train.jsonl, FOLDER/eval.jsonl and FOLDER/demonstrations.jsonl.
@@ -106,8 +106,8 @@ def main() -> None:
         prog="python -m megastep.envs.search_data", description=__doc__.splitlines()[0]
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--people", type=int, default=60)
-    parser.add_argument("--questions", type=int, default=256)
+    parser.add_argument("--people", type=int, default=200)
+    parser.add_argument("--questions", type=int, default=512)
     parser.add_argument(
         "--demonstrations", type=int, default=128, help="conversations for warm_start.data"
     )

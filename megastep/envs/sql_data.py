@@ -1,6 +1,6 @@
 """Small databases and questions for the environment `sql`.
 
-    python -m megastep.envs.sql_data FOLDER [--databases 8] [--questions 256]
+    python -m megastep.envs.sql_data FOLDER [--databases 8] [--questions 512]
         [--demonstrations 128] [--seed 0]
 
 writes FOLDER/databases/shop_0.sqlite, ..., FOLDER/train.jsonl, FOLDER/eval.jsonl and
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument(
         "--databases", type=int, default=8, help="at least 2; the last is for evaluation"
     )
-    parser.add_argument("--questions", type=int, default=256, help="over all databases")
+    parser.add_argument("--questions", type=int, default=512, help="over all databases")
     parser.add_argument(
         "--demonstrations", type=int, default=128, help="conversations for warm_start.data"
     )

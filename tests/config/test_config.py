@@ -14,6 +14,7 @@ from megastep import cli
 from megastep.config import Config, load, paths, to_yaml
 from megastep.errors import ConfigError
 from tests.bad_input.harness import rejected
+from tests.fetched import shape_overrides
 
 LOCAL = "configs/local.yaml"
 TINY = Path("configs/models/tiny-qwen3-moe/config.json")
@@ -27,9 +28,7 @@ def problems(*overrides: str, config=LOCAL) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=str)
 def test_shipped_configs_are_valid(path):
-    # The model of arithmetic is fetched, not committed.
-    shape = "configs/models/smollm2-135m"
-    load(path, [f"model.path={shape}"] if path.stem == "arithmetic" else [])
+    load(path, shape_overrides(path))
 
 
 def test_later_sources_override_earlier_ones(tmp_path):

@@ -12,6 +12,7 @@ from megastep.conversion.gguf import convert_gguf
 from megastep.conversion.upcycle import upcycle
 from megastep.errors import RunFailed, WeightsError
 from megastep.models.architecture import read_architecture
+from megastep.weights.hf_files import HFReader
 from tests.models import some_tokens
 from tools import get_model
 
@@ -39,6 +40,18 @@ def test_routers_are_random_by_seed(models, tmp_path):
     assert len(first) == 4 and not torch.equal(first[0], first[1])
     assert all(map(torch.equal, first, again))
     assert not any(map(torch.equal, first, other))
+
+
+def test_noise_makes_experts_differ_by_its_share(models, tmp_path):
+    folder, _ = models("llama", tie_word_embeddings=True)
+    dense = HFReader(folder)("model.layers.1.mlp.up_proj.weight")
+    upcycle(folder, tmp_path / "moe", experts=3, top_k=2, noise=0.25)
+    noisy = HFReader(tmp_path / "moe")
+    name = "model.layers.1.block_sparse_moe.experts.{}.w3.weight"
+    experts = [noisy(name.format(i)) for i in range(3)]
+    assert not torch.equal(experts[0], experts[1]) and not torch.equal(experts[1], experts[2])
+    for expert in experts:
+        assert (expert - dense).std() / dense.std() == pytest.approx(0.25, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +82,7 @@ def test_a_file_that_is_no_gguf_is_an_error(tmp_path):
     [
         (["qwen"], "must be smollm2-135m or a .gguf file"),
         (["x.gguf", "--experts", "2", "--top-k", "3"], "--experts 2 --top-k 3"),
+        (["x.gguf", "--experts", "2", "--noise", "-1"], "--noise -1"),
         (["missing.gguf"], "missing.gguf"),
     ],
 )
