@@ -8,6 +8,7 @@ import pytest
 from megastep.config import load
 from megastep.conversion.upcycle import upcycle
 from megastep.report.metrics_log import read_metrics
+from megastep.trainer.collect import evaluate
 from megastep.trainer.loop import train
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
@@ -58,19 +59,45 @@ def test_x13_upcycled_it_computes_the_same_function(smollm2, tmp_path):
     assert (dense - sparse).abs().max() <= 1e-4
 
 
-def test_x13_two_training_steps(smollm2, tmp_path):
+SETTINGS = ["eval.prompts=8", "run.wandb=disabled"]
+
+
+@pytest.fixture(scope="module")
+def trained(smollm2, tmp_path_factory):
+    """The run directory of two training steps."""
+    folder = tmp_path_factory.mktemp("runs")
     given = [
         f"model.path={smollm2}",
-        f"run.dir={tmp_path}",
+        f"run.dir={folder}",
         "run.name=run",
         "train.steps=2",
         "rollout.prompts=6",
         "rollout.samples_per_prompt=6",
-        "eval.prompts=4",
         "checkpoint.every_steps=0",
+        *SETTINGS,
     ]
-    rows = read_metrics(train(load("configs/arithmetic.yaml", given), "arithmetic"))[1:]
+    return train(load("configs/arithmetic.yaml", given), "arithmetic")
+
+
+def test_x13_two_training_steps(trained):
+    rows = read_metrics(trained)[1:]
     assert len(rows) == 2
     assert all(row["mismatch/max_abs"] <= 1e-3 for row in rows)
     assert any(row["train/advantage_abs_mean"] > 0 and row["train/grad_norm"] > 0 for row in rows)
     assert all(row["rollout/no_steps"] == 0 for row in rows)
+
+
+def test_x13_the_exported_model_evaluates_as_the_run_did(trained, tmp_path):
+    exported = tmp_path / "exported"
+    command = [sys.executable, "tools/convert_ckpt.py", "export"]
+    subprocess.run([*command, trained / "checkpoints/step_2", exported], check=True, timeout=300)
+    tokenizer, ids = prompt(exported)
+    answer = load_hf(exported).generate(ids, max_new_tokens=30, do_sample=False)[0, ids.shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+    given = [f"model.path={exported}", f"run.dir={tmp_path}", *SETTINGS]
+    found = evaluate(load("configs/arithmetic.yaml", given), "exported")
+    last = read_metrics(trained)[-1]
+    # The same seeds and weights: only rounding separates the two.
+    assert found["eval/success"] == pytest.approx(last["eval/success"], abs=0.25)
+    tokens = "eval/response_tokens_mean"
+    assert found[tokens] == pytest.approx(last[tokens], rel=0.2)
