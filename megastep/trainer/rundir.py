@@ -37,8 +37,7 @@ from megastep.errors import CheckpointError, RunDirError
 from megastep.files import atomic_write
 from megastep.models.architecture import read_architecture
 from megastep.report.run_report import LATEST
-from megastep.weights.hf_files import HFReader
-from megastep.weights.mapping import check_shape, param_mappings
+from megastep.weights.hf_files import check_complete
 
 _ORIGIN, _LOCK = "origin.json", "lock"
 
@@ -62,7 +61,7 @@ class Run:
         if checkpoint is None:
             check_weights_fit(config)
         if config.loss.teacher is not None:
-            _check_weights_of(config.loss.teacher)
+            check_complete(config.loss.teacher)
         state = LoopState.read(checkpoint) if checkpoint else LoopState(step=0)
         check_not_newer(folder, state.step)
         run = cls(folder, checkpoint, state, latest(folder / "checkpoints"))
@@ -84,6 +83,11 @@ class Run:
             write_config(self.folder, config)
             if self.comes_from_another:
                 assert self.checkpoint is not None
+                if self.state.step > 0 and latest(self.start):
+                    raise RunDirError(
+                        f"run.name = {self.folder.name}: has a start of its own, {self.start}, and "
+                        f"cannot go on with {self.checkpoint}; give another name"
+                    )
                 Origin(self.checkpoint, self.reference()).write(self.folder)
             elif self.checkpoint is None:
                 (self.folder / _ORIGIN).unlink(missing_ok=True)
@@ -224,11 +228,4 @@ def where_to_resume(config: Config, folder: Path, resume: str) -> Path | None:
 def check_weights_fit(config: Config) -> None:
     """Every tensor exists with the shape that config.json implies; reads headers only."""
     if config.model.init == "hf":
-        _check_weights_of(config.model.path)
-
-
-def _check_weights_of(folder: str) -> None:
-    reader = HFReader(folder)
-    for mapping in param_mappings(read_architecture(folder)).values():
-        for name, shape in mapping.hf:
-            check_shape(name, reader.shape(name), shape)
+        check_complete(config.model.path)

@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megastep.errors import WeightsError
+from megastep.models.architecture import read_architecture
+from megastep.weights.mapping import check_shape, param_mappings
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -82,6 +84,14 @@ class HFReader:
                 f"{self.folder / file}: tensor {name} is missing, though the index names it"
             )
         return self._open
+
+
+def check_complete(folder: str | Path) -> None:
+    """Every tensor exists with the shape that config.json implies; reads headers only."""
+    reader = HFReader(folder)
+    for mapping in param_mappings(read_architecture(folder)).values():
+        for name, shape in mapping.hf:
+            check_shape(name, reader.shape(name), shape)
 
 
 @contextmanager

@@ -4,8 +4,10 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from transformers import AutoModelForCausalLM
 
 from megastep.conversion.gguf import convert_gguf
@@ -78,12 +80,33 @@ def test_a_file_that_is_no_gguf_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("tensor", "problem"),
+    [
+        ("rope_freqs.weight", "has a scaled RoPE"),
+        ("blk.0.ffn_up_exps.weight", "has a mixture of experts"),
+    ],
+)
+def test_what_would_be_dropped_from_a_gguf_is_an_error(tmp_path, tensor, problem):
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.add_tensor(tensor, np.zeros(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(WeightsError, match=problem):
+        convert_gguf(tmp_path / "model.gguf", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (["qwen"], "must be smollm2-135m or a .gguf file"),
         (["x.gguf", "--experts", "2", "--top-k", "3"], "--experts 2 --top-k 3"),
         (["x.gguf", "--experts", "2", "--noise", "-1"], "--noise -1"),
-        (["missing.gguf"], "missing.gguf"),
+        (["missing.gguf"], "missing.gguf: no such file"),
+        (["no/such/folder.gguf"], "no/such/folder.gguf: no such file"),
     ],
 )
 def test_mistakes_end_with_one_line(tmp_path, arguments, problem):

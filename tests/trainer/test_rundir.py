@@ -165,6 +165,15 @@ def test_a_checkpoint_of_another_process_since_find_is_an_error(first, tmp_path)
         run.create(config)
 
 
+def test_a_run_with_a_start_does_not_go_on_with_another(first, tmp_path):
+    """Its KL reference would be the start after a resume, and the other run's before."""
+    folder = tmp_path / "taught"
+    checkpoint(folder / "start", 0)
+    run = Run(folder, checkpoint(first / "checkpoints", 4), LoopState(4))
+    with pytest.raises(RunDirError, match="run.name = taught: has a start of its own"):
+        run.create(load(LOCAL))
+
+
 def test_the_kl_reference_after_sft_is_its_result(tmp_path):
     """Not the checkpoint that sft started from, which origin.json names."""
     before = tmp_path / "before" / "start" / "step_0"
