@@ -146,7 +146,7 @@ class Cluster:
         self._exits.callback(ray.shutdown)
         with signals.postponed(), signals_preserved():
             start_ray(
-                num_cpus=len(os.sched_getaffinity(0)),
+                num_cpus=available_cores(),
                 object_store_memory=settings.object_store_mb << 20,
                 include_dashboard=False,
                 _temp_dir=f"{folder}/r",
@@ -259,16 +259,15 @@ class Cluster:
 
         Synchronous training alternates between ranks and engines: either has all cores.
         """
-        given = self.config.cluster.threads_per_process
+        given = given_threads(self.config)
         if given is not None:
             return given
-        if os.environ.get("OMP_NUM_THREADS", "").isdigit():
-            return max(1, int(os.environ["OMP_NUM_THREADS"]))
         is_asynchronous = self.config.asynchronous.max_staleness > 0
         if self.with_policy and self.with_engines and is_asynchronous:
             processes = self.config.policy.ranks + self._engine_workers
         # The placement group prefers one node.
-        cores = min(node["Resources"].get("CPU", 1) for node in ray.nodes() if node["Alive"])
+        resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        cores = min(of_node["CPU"] for of_node in resources if "CPU" in of_node)
         return max(1, int(cores) // processes)
 
     @property
@@ -286,6 +285,27 @@ class Cluster:
         if kind is Engine:
             options["max_concurrency"] = ENGINE_CONCURRENCY
         return ray.remote(kind).options(**options).remote(*arguments)
+
+
+# ---------------------------------------------------------------- cores
+
+
+def given_threads(config: Config) -> int | None:
+    """Threads of a process that computes on the CPU, by the config or by OMP_NUM_THREADS."""
+    if config.cluster.threads_per_process is not None:
+        return config.cluster.threads_per_process
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, int(variable)) if variable.isdigit() else None
+
+
+def available_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Of this machine, or of its container: `limit` has the microseconds of each period, or max."""
+    cores = len(os.sched_getaffinity(0))
+    if limit.is_file():
+        quota, period = limit.read_text().split()
+        if quota.isdigit():
+            return max(1, min(cores, int(quota) // int(period)))
+    return cores
 
 
 # ---------------------------------------------------------------- starting Ray

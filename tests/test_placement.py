@@ -147,6 +147,25 @@ def test_threads_of_engines(monkeypatch, tensor_parallel, threads):
     assert made._spawn_engine(0).threads == threads
 
 
+@pytest.mark.parametrize(
+    ("limit", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), (None, 8)]
+)
+def test_cores_of_a_container(monkeypatch, tmp_path, limit, cores):
+    monkeypatch.setattr(cluster.os, "sched_getaffinity", lambda process: set(range(8)))
+    path = tmp_path / "cpu.max"
+    if limit is not None:
+        path.write_text(limit + "\n")
+    assert cluster.available_cores(path) == cores
+
+
+def test_a_head_without_cpus_does_not_limit_threads(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    made = make(monkeypatch, "cluster.threads_per_process=null")
+    nodes = [{"Alive": True, "Resources": {}}, {"Alive": True, "Resources": {"CPU": 8.0}}]
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes)
+    assert made._threads(2) == 4
+
+
 def test_a_rank_computes_with_its_threads(monkeypatch, tmp_path):
     from megastep.policy import actor
 

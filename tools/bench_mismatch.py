@@ -53,6 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megastep.config import Config, ParallelConfig, load
 from megastep.distributed.ports import free_port
+from megastep.errors import ArchitectureError
 from megastep.models.architecture import read_architecture
 from megastep.report.metrics_log import read_metrics
 from megastep.rollout.generation import Sampling
@@ -450,7 +451,7 @@ def _training_run(args: argparse.Namespace, layout: str, replay: bool) -> dict[s
         "held_out_first": held_out[0],
         "held_out_last": held_out[-1],
         "mismatch_kl": mean(row["mismatch/kl"] for row in steps),
-        "grad_norm_max": max(row["train/grad_norm"] for row in steps),
+        "grad_norm_max": max(row.get("train/grad_norm", float("inf")) for row in steps),
     }
 
 
@@ -486,9 +487,20 @@ def parse() -> argparse.Namespace:
         parser.error(f"{unknown[0]}: unknown; settings have the form key=value")
     if args.model is None and (args.steps or args.overrides):
         parser.error("--steps and key=value need --model")
-    if args.model is not None and read_architecture(args.model).experts is None:
-        parser.error(f"--model {args.model}: has no experts")
+    if args.model is not None:
+        _check_model(parser, args.model)
+    if any(setting.startswith("rollout.temperature=") for setting in args.overrides):
+        parser.error("rollout.temperature: the comparison is at temperature 1")
     return args
+
+
+def _check_model(parser: argparse.ArgumentParser, folder: Path) -> None:
+    try:
+        has_experts = read_architecture(folder).experts is not None
+    except ArchitectureError as error:
+        parser.error(f"--model: {error}")
+    if not has_experts:
+        parser.error(f"--model {folder}: has no experts")
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ a missed bar is printed. The last line is JSON.
                  trajectories' mean length, as many tokens as the updates had on average. The plain
                  model computes logits of every token, an update those of trained tokens only
 
-with the threads that the run gives a rank or an engine. The last rounds of each count.
+with the threads that a synchronous run gives its rank and its engine. The best round counts.
 """
 
 import argparse
@@ -42,6 +42,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megastep.cluster import available_cores, given_threads
 from megastep.config import Config, load
 from megastep.report.metrics_log import read_metrics
 from megastep.samples import store
@@ -97,7 +98,7 @@ def measure(config: str, steps: int, overrides: list[str], keep_rollouts: bool) 
 
 
 def against(config: Config, measured: Measured) -> dict[str, float]:
-    threads = config.cluster.threads_per_process or os.cpu_count() or 1
+    threads = given_threads(config) or available_cores()
     sampled = [sum(lengths) for lengths in map(_sampled_lengths, measured.rollouts)]
     rollout_s = [seconds["rollout"] for seconds in measured.seconds]
     update_s = [seconds["update"] for seconds in measured.seconds]
@@ -235,8 +236,9 @@ def main() -> int:
     )
     args, overrides = parser.parse_known_args()
     config = load(args.config, overrides)
-    if args.against and (config.policy.ranks > 1 or config.engine.num_engines > 1):
-        parser.error("--against needs policy.ranks = 1 and engine.num_engines = 1")
+    is_apart = config.policy.ranks > 1 or config.engine.num_engines > 1
+    if args.against and (is_apart or config.asynchronous.max_staleness > 0):
+        parser.error("--against needs one rank, one engine and async.max_staleness = 0")
     measured = measure(args.config, args.steps, overrides, args.against)
     steps = measured.seconds
     seconds = {name: median(step[name] for step in steps) for name in (*PARTS, "other", "step")}

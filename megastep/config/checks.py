@@ -450,8 +450,8 @@ def _check_model(config: Config, arch: Architecture, problems: _Problems) -> Non
             parallel.tensor,
             f"must divide {VOCAB_MULTIPLE}, the multiple that the vocabulary is padded to",
         )
-    _check_experts(parallel, arch, problems)
-    _check_stages(parallel, arch, problems)
+    _check_experts(parallel, arch, "model", problems)
+    _check_stages(parallel, arch, "model", problems)
     offloaded = config.policy.activation_offload_layers
     problems.check(
         offloaded < arch.layers,
@@ -507,12 +507,21 @@ def _check_teacher(config: Config, arch: Architecture, problems: _Problems) -> N
         f"has a vocabulary of {teacher.vocab}, the model one of {arch.vocab}; they must be equal",
     )
     _check_tensor_shards(config.policy.parallel, teacher, "teacher", problems)
-    _check_stages(config.policy.parallel, teacher, problems)
+    _check_stages(config.policy.parallel, teacher, "teacher", problems)
     if teacher.experts is not None:
-        _check_experts(config.policy.parallel, teacher, problems)
+        _check_experts(config.policy.parallel, teacher, "teacher", problems)
+    context = config.context_tokens(arch)
+    problems.check(
+        teacher.max_positions >= context,
+        "loss.teacher",
+        loss.teacher,
+        f"has {teacher.max_positions} positions, a model call up to {context} tokens",
+    )
 
 
-def _check_stages(parallel: ParallelConfig, arch: Architecture, problems: _Problems) -> None:
+def _check_stages(
+    parallel: ParallelConfig, arch: Architecture, whose: str, problems: _Problems
+) -> None:
     stages = parallel.pipeline * parallel.virtual
     counts = parallel.layers_per_stage
     if counts is None:
@@ -521,8 +530,8 @@ def _check_stages(parallel: ParallelConfig, arch: Architecture, problems: _Probl
                 arch.layers % stages == 0,
                 "policy.parallel.pipeline",
                 parallel.pipeline,
-                f"pipeline × virtual = {stages} does not divide the model's {arch.layers} layers; "
-                "choose another or give policy.parallel.layers_per_stage",
+                f"pipeline × virtual = {stages} does not divide the {whose}'s {arch.layers} "
+                "layers; choose another or give policy.parallel.layers_per_stage",
             )
         return
     key = "policy.parallel.layers_per_stage"
@@ -533,12 +542,14 @@ def _check_stages(parallel: ParallelConfig, arch: Architecture, problems: _Probl
         sum(counts) == arch.layers,
         key,
         counts,
-        f"adds up to {sum(counts)}, the model has {arch.layers} layers",
+        f"adds up to {sum(counts)}, the {whose} has {arch.layers} layers",
     )
     problems.check(min(counts, default=0) >= 1, key, counts, "each stage needs a layer")
 
 
-def _check_experts(parallel: ParallelConfig, arch: Architecture, problems: _Problems) -> None:
+def _check_experts(
+    parallel: ParallelConfig, arch: Architecture, whose: str, problems: _Problems
+) -> None:
     if arch.experts is None:
         problems.check(
             parallel.expert == 1,
@@ -559,7 +570,7 @@ def _check_experts(parallel: ParallelConfig, arch: Architecture, problems: _Prob
             count % parallel.expert == 0,
             "policy.parallel.expert",
             parallel.expert,
-            f"does not divide the model's {count} experts; {_divisors(count)} would",
+            f"does not divide the {whose}'s {count} experts; {_divisors(count)} would",
         )
     inside = parallel.expert_tensor_size
     if inside >= 1:

@@ -24,6 +24,7 @@ TRADES = ("painter", "baker", "sailor", "judge", "singer", "farmer", "doctor", "
 CITIES = 12
 RIVERS = 6
 EVAL_EVERY = 8  # every eighth person is for evaluation
+MIN_QUESTIONS = 64  # so that both splits have some
 BORN = "In which city was {person} born?"
 RIVER = "On which river lies the city where {person} was born?"
 
@@ -113,6 +114,12 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.people < EVAL_EVERY:
+        parser.error(f"--people {args.people}: must be {EVAL_EVERY} or more")
+    if args.questions < MIN_QUESTIONS:
+        parser.error(f"--questions {args.questions}: must be {MIN_QUESTIONS} or more")
+    if args.demonstrations < 1:
+        parser.error(f"--demonstrations {args.demonstrations}: must be 1 or more")
     write(args.folder, args.people, args.questions, args.seed)
     write_demonstrations(args.folder, args.demonstrations, args.seed)
     print(f"{args.folder}: corpus, train, eval and demonstrations.jsonl")

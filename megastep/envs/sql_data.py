@@ -144,6 +144,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.databases < 2:
         parser.error(f"--databases {args.databases}: must be 2 or more, the last is for evaluation")
+    if args.questions < args.databases:
+        parser.error(f"--questions {args.questions}: must be one per database or more")
+    if args.demonstrations < 1:
+        parser.error(f"--demonstrations {args.demonstrations}: must be 1 or more")
     write(args.folder, args.databases, args.questions, args.seed)
     write_demonstrations(args.folder, args.demonstrations, args.seed)
     print(f"{args.folder}: {args.databases} databases, train, eval and demonstrations.jsonl")

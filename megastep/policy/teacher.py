@@ -4,6 +4,8 @@ It has the policy's vocabulary, parallel layout and precision, and any supported
 Its routers route freely: the recorded routing is the student's.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from megatron.core.transformer.module import Float16Module
@@ -26,7 +28,8 @@ class Teacher:
         self.arch = read_architecture(config.loss.teacher)
         self.temperature = config.rollout.temperature
         self.logits_chunk_rows = config.policy.logits_chunk_rows
-        chunks = build_model(self.arch, config.policy)
+        forward_only = replace(config.policy, recompute=[], activation_offload_layers=0)
+        chunks = build_model(self.arch, forward_only)
         load_hf(chunks, self.arch, HFReader(config.loss.teacher))
         is_bf16 = config.policy.precision == "bf16"
         self.chunks = [Float16Module(c.config, c) if is_bf16 else c for c in chunks]

@@ -111,7 +111,7 @@ def _group_of_row(number: int, row: dict[str, Any], renderer: Renderer) -> Group
     messages = [_with_parsed_arguments(message) for message in row["messages"]]
     if row.get("tools"):
         with_tools = renderer.with_options(tools=row["tools"])
-        prompt = messages[:1]
+        prompt, _ = next(_turns(messages))  # a template may show tools in the user's message
         if with_tools.prompt_ids(prompt).tolist() == renderer.prompt_ids(prompt).tolist():
             raise DataError("column tools: the chat template does not show tools")
         renderer = with_tools

@@ -239,8 +239,7 @@ def _environment(config: Config, setup: Setup) -> dict[str, str]:
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # policy ranks use the same cores
         "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_gb),
-        # vLLM then keeps the `uni` executor. Its `mp` executor binds threads to cores, which we do
-        # not want, in a worker process that imports vLLM once more.
+        # vLLM then keeps the `uni` executor: no worker process that imports vLLM once more.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.engine.tensor_parallel == 1 else "1",
         amx.VARIABLE: os.environ.get(amx.VARIABLE, amx.WITHOUT_AMX),
     }

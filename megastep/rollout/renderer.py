@@ -35,6 +35,7 @@ the model spelled out as text stay text.
 import contextlib
 import copy
 import ctypes
+import functools
 import inspect
 import json
 import re
@@ -201,7 +202,7 @@ class Renderer:
         response = {"role": "assistant", "content": _PLACEHOLDER}
         text = self._render([_USER, response, *self.quoted(observation)])
         before, found, rest = text.partition(_PLACEHOLDER)
-        closing = next((t for t in self._special if rest.lstrip().startswith(t)), None)
+        closing = self._closing_token(rest)
         if not found or _PLACEHOLDER in rest or closing is None:
             excerpt = " ".join((rest if found else before)[:40].split())
             raise RenderError(
@@ -209,6 +210,23 @@ class Renderer:
                 f"special token (found {excerpt!r}); write rollout.mode: chat"
             )
         return self._encode(rest.lstrip()[len(closing) :])
+
+    def _closing_token(self, after_turn: str) -> str | None:
+        return next((t for t in self._special if after_turn.lstrip().startswith(t)), None)
+
+    @functools.cached_property
+    def _turn_end(self) -> str:
+        """The token that ends a turn; raises RenderError if the template ends it with another."""
+        response = {"role": "assistant", "content": _PLACEHOLDER}
+        text = self._render([_USER, response], add_generation_prompt=False)
+        closing = self._closing_token(text.partition(_PLACEHOLDER)[2])
+        end: str = self.tokenizer.decode([self.end_id])
+        if closing is not None and closing != end:
+            raise RenderError(
+                f"the chat template ends a turn with {closing}, and the tokenizer's eos_token is "
+                f"{end}; set eos_token to {closing} in tokenizer_config.json"
+            )
+        return end
 
     def turn_ids(self, before: list[Message], turn: Message) -> np.ndarray:
         """[R] i32: an assistant message as the model would sample it, with its end-of-turn token.
@@ -218,15 +236,17 @@ class Renderer:
         """
         if self._has_channels:
             raise RenderError("a turn of a template with channels cannot be written from a message")
-        text = self._call_text(before, turn) if turn.get("tool_calls") else turn["content"]
+        end_token = self._turn_end
+        text = turn["content"]
+        if turn.get("tool_calls"):
+            text = self._call_text(before, turn, end_token)
         return np.append(self._encode(text), np.int32(self.end_id))
 
-    def _call_text(self, before: list[Message], turn: Message) -> str:
+    def _call_text(self, before: list[Message], turn: Message, end_token: str) -> str:
         """What the template writes between the generation prompt and the end of the turn."""
         messages = self.quoted([*before, turn])
         prompt = self._render(messages[:-1])
         whole = self._render(messages, add_generation_prompt=False)
-        end_token = self.tokenizer.decode([self.end_id])
         text, end, _ = whole.removeprefix(prompt).partition(end_token)
         names = [call["function"]["name"] for call in turn["tool_calls"]]
         if not whole.startswith(prompt) or not end or not all(name in text for name in names):

@@ -46,7 +46,7 @@ class Task:
             config.model.path, config.rollout.mode, config.rollout.template
         )
         check_vocabulary(renderer, config)
-        check_teacher(renderer, config)
+        check_teacher(config)
         return cls(config, env, renderer, train_rows, eval_rows)
 
     def stream(self) -> PromptStream:
@@ -152,12 +152,13 @@ def check_vocabulary(renderer: Renderer, config: Config) -> None:
         )
 
 
-def check_teacher(renderer: Renderer, config: Config) -> None:
+def check_teacher(config: Config) -> None:
     """The teacher scores the student's token ids: they must mean the same tokens."""
     teacher = config.loss.teacher
     if teacher is None:
         return
-    if load_tokenizer(teacher, key="loss.teacher").get_vocab() != renderer.tokenizer.get_vocab():
+    student_vocab = load_tokenizer(config.model.path).get_vocab()
+    if load_tokenizer(teacher, key="loss.teacher").get_vocab() != student_vocab:
         raise RenderError(
             f"loss.teacher = {teacher}: its tokenizer has other tokens than that of model.path = "
             f"{config.model.path}"

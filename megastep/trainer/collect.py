@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,8 @@ def _generate(
 ) -> tuple[list[Group], float]:
     """The groups, and the sampled tokens per second."""
     with_policy = checkpoint is not None or config.model.init == "random"
+    if config.loss.teacher is not None:  # used in training only
+        config = replace(config, loss=replace(config.loss, type="nll", teacher=None))
     print(f"starting {config.engine.num_engines} engine(s); logs: {log}", flush=True)
     with Cluster(config, with_policy=with_policy, log=log) as cluster:
         if checkpoint is not None:

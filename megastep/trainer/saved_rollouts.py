@@ -13,6 +13,7 @@ from megastep.config import Config, training_problems
 from megastep.console import progress
 from megastep.errors import ConfigError, RolloutError, StoreError
 from megastep.report.metrics_log import MetricsLog
+from megastep.rollout.task import check_teacher
 from megastep.samples import filters, store
 from megastep.samples.metrics import count_trajectories, filter_metrics, rollout_metrics
 from megastep.samples.packing import check_lengths, mini_batches
@@ -36,6 +37,7 @@ def train_on_rollouts(config: Config, name: str, rollouts: Path) -> Path:
     problems = training_problems(config)
     if problems:
         raise ConfigError(problems)
+    check_teacher(config)
     batches = read_batches(config, rollouts)
     print_warnings(config)
     run = Run.find(config, name)

@@ -187,6 +187,23 @@ def test_answers_to_the_generated_questions_are_in_the_corpus(data):
     assert not {r["question"] for r in asked["train"]} & {r["question"] for r in asked["eval"]}
 
 
+@pytest.mark.parametrize(
+    ("module", "given", "problem"),
+    [
+        ("sql_data", ["--questions", "7"], "--questions 7: must be one per database"),
+        ("sql_data", ["--demonstrations", "0"], "--demonstrations 0: must be 1 or more"),
+        ("search_data", ["--people", "1"], "--people 1: must be 8 or more"),
+        ("search_data", ["--questions", "0"], "--questions 0: must be 64 or more"),
+        ("search_data", ["--demonstrations", "0"], "--demonstrations 0: must be 1 or more"),
+    ],
+)
+def test_data_without_rows_is_an_error(tmp_path, module, given, problem):
+    command = [sys.executable, "-m", f"megastep.envs.{module}", tmp_path / "data", *given]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and problem in ended.stderr.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
 def test_s17_demonstrations_search_as_often_as_their_question_needs(data, tmp_path):
     shutil.copytree(data, tmp_path, dirs_exist_ok=True)
     search_data.write_demonstrations(tmp_path, 20, seed=0)

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megastep.config import load
-from megastep.errors import DataError
+from megastep.errors import DataError, RenderError
 from megastep.rollout.conversations import demonstration, read_conversations
 from megastep.rollout.renderer import Renderer
 from megastep.rollout.task import Task
@@ -87,7 +87,37 @@ def test_a_control_token_in_an_argument_does_not_end_the_turn():
     assert np.count_nonzero(response_ids == renderer.end_id) == 1
 
 
+def test_the_tokenizers_eos_must_end_a_turn():
+    """As of base models: the model would learn to end its turns with another token."""
+    base = tokenizer("hermes")
+    base.eos_token = "<|endoftext|>"
+    renderer = Renderer(base, "tokens")
+    with pytest.raises(RenderError, match=r"ends a turn with <\|im_end\|>.*is <\|endoftext\|>"):
+        demonstration(0, [USER, ANSWER], renderer)
+
+
 # ---------------------------------------------------------------- files
+
+
+IN_USER_MESSAGE = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if tools and m.role == 'user' %}{{- tools | tojson }}{% endif %}
+    {{- m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def test_tools_may_be_shown_after_the_system_message(tmp_path):
+    like_llama = tokenizer("hermes")
+    like_llama.chat_template = IN_USER_MESSAGE
+    renderer = Renderer(like_llama, "tokens")
+    system = {"role": "system", "content": "be brief"}
+    row = {"messages": [system, USER, ANSWER], "tools": TOOLS}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row))
+    (group,) = read_conversations(str(tmp_path / "chats.jsonl"), renderer)
+    ((prompt, _),) = texts(group, renderer)
+    assert "add" in prompt
 
 
 def test_json_lines_and_parquet_give_the_same_steps(tmp_path):

@@ -1,12 +1,16 @@
 """loss.type=distill: a student learns from a teacher's logprobs of its own samples."""
 
+import json
+import shutil
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
 from megastep.config import load
 from megastep.conversion import commands
 from megastep.report.metrics_log import read_metrics
+from megastep.trainer import collect
 from megastep.trainer.loop import train
 from megastep.trainer.supervised import train_supervised
 
@@ -69,6 +73,29 @@ def test_a_teacher_that_does_not_fit_is_rejected(given, problem):
     with pytest.raises(ConfigError) as raised:
         load(CHASE, given)
     assert problem in str(raised.value)
+
+
+def test_a_teacher_with_too_few_positions_is_rejected(tmp_path):
+    from megastep.errors import ConfigError
+
+    shutil.copytree("configs/models/chase", tmp_path / "teacher")
+    path = tmp_path / "teacher" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 128}))
+    with pytest.raises(ConfigError, match="has 128 positions, a model call up to 256 tokens"):
+        load(CHASE, ["loss.type=distill", f"loss.teacher={tmp_path / 'teacher'}"])
+
+
+def test_an_evaluation_needs_no_teacher(monkeypatch):
+    """Its ranks would load the weights for nothing."""
+
+    def started(config, **_):
+        assert (config.loss.type, config.loss.teacher) == ("nll", None)
+        raise InterruptedError
+
+    monkeypatch.setattr(collect, "Cluster", started)
+    given = ["loss.type=distill", "loss.teacher=configs/models/chase"]
+    with pytest.raises(InterruptedError):
+        collect._generate(load(CHASE, given), None, lambda generate: None, [], Path("log.txt"))
 
 
 def test_a_teacher_without_weights_is_rejected_before_the_start(tmp_path):

@@ -4,12 +4,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from megastep.config import load
 from megastep.conversion.upcycle import upcycle
 from megastep.report.metrics_log import read_metrics
 from megastep.trainer.collect import evaluate
 from megastep.trainer.loop import train
+from megastep.weights.hf_files import HFReader
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -27,7 +29,6 @@ def smollm2(tmp_path_factory):
 
 
 def load_hf(folder):
-    import torch
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -49,8 +50,6 @@ def test_x13_the_written_model_answers_and_stops(smollm2):
 
 
 def test_x13_upcycled_it_computes_the_same_function(smollm2, tmp_path):
-    import torch
-
     _, ids = prompt(smollm2)
     upcycle(smollm2, tmp_path / "moe", experts=4, top_k=2)
     with torch.no_grad():
@@ -87,10 +86,12 @@ def test_x13_two_training_steps(trained):
     assert all(row["rollout/no_steps"] == 0 for row in rows)
 
 
-def test_x13_the_exported_model_evaluates_as_the_run_did(trained, tmp_path):
+def test_x13_the_exported_model_evaluates_as_the_run_did(smollm2, trained, tmp_path):
     exported = tmp_path / "exported"
     command = [sys.executable, "tools/convert_ckpt.py", "export"]
     subprocess.run([*command, trained / "checkpoints/step_2", exported], check=True, timeout=300)
+    tensors = [HFReader(path)("model.norm.weight") for path in (smollm2, exported)]
+    assert not torch.equal(*tensors)  # trained weights
     tokenizer, ids = prompt(exported)
     answer = load_hf(exported).generate(ids, max_new_tokens=30, do_sample=False)[0, ids.shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
