@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -18,6 +19,7 @@ from megastep.checkpoint.manifest import hash_files
 from megastep.config import Config, ParallelConfig
 from megastep.distributed import parallel
 from megastep.errors import CheckpointError, ReplayError, TrainingError
+from megastep.policy import worker as policy_worker
 from megastep.policy.worker import PolicyWorker
 from megastep.samples import lay_out
 from megastep.samples.packing import join
@@ -115,6 +117,25 @@ def take_steps_with_offload(folder, layout: dict, steps: int) -> tuple[list[dict
         gradient_bytes = sum(p.main_grad.untyped_storage().nbytes() for p in worker._parameters())
         worker.onload()
     return metrics, gradient_bytes
+
+
+def optimizers_alive_at_a_new_stage(folder, layout: dict) -> list[bool]:
+    """Whether the state of the last stage's Adam exists while the next one is built."""
+    worker = make_worker(folder, layout)
+    next_token_step(worker)
+    (state, *_) = worker.optimizer.chained_optimizers[0].optimizer.state.values()
+    moment = weakref.ref(state["exp_avg"])
+    del state, _
+    alive = []
+    build = policy_worker.build_optimizer
+
+    def spy(*arguments):
+        alive.append(moment() is not None)
+        return build(*arguments)
+
+    with mock.patch.object(policy_worker, "build_optimizer", spy):
+        worker.begin(worker.config.optimizer, worker.config.policy_loss, 1)
+    return alive
 
 
 def tied_copies(folder, layout: dict, steps: int):

@@ -33,6 +33,13 @@ QUESTIONS = (
     ("How many customers live in {city}?", "SELECT count(*) FROM customer WHERE city = '{city}'"),
     ("What is the price of a {product}?", "SELECT price FROM product WHERE name = '{product}'"),
     ("Which products cost more than {number}?", "SELECT name FROM product WHERE price > {number}"),
+    ("Which customers live in {city}?", "SELECT name FROM customer WHERE city = '{city}'"),
+    (
+        "How many products cost less than {number}?",
+        "SELECT count(*) FROM product WHERE price < {number}",
+    ),
+    ("What is the highest price of a product?", "SELECT max(price) FROM product"),
+    ("How many customers are there?", "SELECT count(*) FROM customer"),
     (
         "How many pieces of {product} were bought in total?",
         "SELECT sum(amount) FROM purchase JOIN product ON product.id = product_id "

@@ -11,6 +11,7 @@ rank with the same micro-batches. `learn` runs, for each mini-batch and where th
                                   mini-batch has no trained token
 """
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,6 +90,7 @@ class PolicyWorker:
         self.loss = loss
         # Logprobs are computed at the temperature of the rollout; demonstrations have none.
         self.temperature = 1.0 if loss.type == "nll" else self.config.rollout.temperature
+        self._release_optimizer()
         self.optimizer, self.scheduler = build_optimizer(
             self.chunks, optimizer, self.config.policy.precision, optimizer_steps
         )
@@ -96,6 +98,11 @@ class PolicyWorker:
         self.reference: list[Tensor] | None = None
         if loss.kl_coef > 0:
             self.reference = [p.detach().cpu().clone() for p in self._parameters()]
+
+    def _release_optimizer(self) -> None:
+        """Free the state of the last stage's optimizer before the next one is allocated."""
+        self.optimizer = self.scheduler = self._megatron.grad_scale_func = None
+        gc.collect()  # Megatron's optimizers have reference cycles
 
     # ------------------------------------------------------------ compute
 

@@ -192,6 +192,15 @@ def test_d3_offloading_frees_the_gradients_and_changes_no_metric(ranks, models):
     assert [gradient_bytes for _, gradient_bytes in offloaded] == [0, 0]
 
 
+def test_a_new_stage_frees_the_last_optimizer_first(ranks, models):
+    """Two optimizers at once would need twice the memory."""
+    folder, _ = models(MODEL)
+    alive = ranks(2).run(
+        cases.optimizers_alive_at_a_new_stage, folder=folder, layout=dict(expert=2)
+    )
+    assert alive == [[False], [False]]
+
+
 @pytest.mark.parametrize(
     "layout, teacher",
     [(dict(tensor=2), "qwen2_tied"), (dict(pipeline=2), MODEL), (dict(expert=2), "qwen2_tied")],
