@@ -80,14 +80,14 @@ class Run:
                 raise RunDirError(
                     f"{self.folder}: another process has just written to it; start again"
                 )
+            if self.comes_from_another and self.state.step > 0 and latest(self.start):
+                raise RunDirError(
+                    f"run.name = {self.folder.name}: has a start of its own, {self.start}, and "
+                    f"cannot continue {self.checkpoint}; give another name"
+                )
             write_config(self.folder, config)
             if self.comes_from_another:
                 assert self.checkpoint is not None
-                if self.state.step > 0 and latest(self.start):
-                    raise RunDirError(
-                        f"run.name = {self.folder.name}: has a start of its own, {self.start}, and "
-                        f"cannot go on with {self.checkpoint}; give another name"
-                    )
                 Origin(self.checkpoint, self.reference()).write(self.folder)
             elif self.checkpoint is None:
                 (self.folder / _ORIGIN).unlink(missing_ok=True)
