@@ -34,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -147,6 +148,7 @@ def _in_process(function, threads: int, *arguments) -> float:
 
 def _serve(pipe, function, threads: int, *arguments) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    warnings.filterwarnings("ignore")
     log = os.open(os.devnull, os.O_WRONLY)
     os.dup2(log, 1)
     pipe.send(function(threads, *arguments))
