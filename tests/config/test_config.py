@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,9 +60,14 @@ def test_resolved_config_reads_back(tmp_path):
 @pytest.mark.parametrize("path", ["local", "sql", "search", "h100/qwen3-8b-disaggregated"])
 def test_configs_load_from_any_directory(path, tmp_path, monkeypatch):
     """Models and data too: paths in a file are relative to it."""
-    config = Path(f"configs/{path}.yaml").resolve()
+    shutil.copytree("configs", tmp_path / "configs")
+    # A model that tools/get_model.py writes is not in a fresh checkout; its shape is.
+    shutil.copytree("configs/models/smollm2-135m", tmp_path / "models" / "smollm2-135m")
+    config = tmp_path / "configs" / f"{path}.yaml"
     here = load(config, has_cuda=True)
-    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
     there = load(config, has_cuda=True)
     assert there == here and Path(there.model.path).is_dir()
     by_relative_path = load(os.path.relpath(config), has_cuda=True)
