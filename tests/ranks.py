@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from megastep.distributed.ports import free_port
 
-TIMEOUT_S = 200
+TIMEOUT_S = 500  # for a busy machine: a case takes seconds
 # In a rank's process: rank, world size and rendezvous address for parallel.start.
 current: tuple[int, int, str] | None = None
 
@@ -63,10 +63,13 @@ def serve(rank: int, world: int, pipe) -> None:
     global current
     import warnings
 
-    from megastep.distributed import parallel
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.filterwarnings("ignore")
+    from megastep.distributed import cpu
+
+    cpu.import_megatron()
+    from megastep.distributed import parallel
+
     while True:
         try:
             module, name, arguments, address = pipe.recv()

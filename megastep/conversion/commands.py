@@ -87,6 +87,9 @@ def exit_code(convert: Callable[[], None], destination: str | Path) -> int:
 def _convert(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
+    from megastep.distributed import cpu
+
+    cpu.import_megatron()
     from megastep.checkpoint.manifest import HF, read_manifest
     from megastep.conversion import offline
     from megastep.models.architecture import read_architecture

@@ -16,6 +16,7 @@ Call it before a Megatron model is built; further calls have no effect.
 """
 
 import contextlib
+import os
 import sys
 import types
 
@@ -56,14 +57,27 @@ def install() -> bool:
     return True
 
 
-def _run_fused_functions_eagerly() -> None:
-    """megatron/core/jit.py decorates small functions with torch.compile.
+def import_megatron() -> None:
+    """Import Megatron without torch's compiler, if there is no CUDA and nothing imported it before.
 
-    On a CPU that starts a C++ compiler per process for functions that are cheap anyway.
+    megatron/core/jit.py decorates small functions with torch.compile. The decorator imports the
+    compiler, two seconds per process, for functions that run eagerly here.
     """
-    import torch._dynamo
+    if torch.cuda.is_available():
+        return
+    decorator = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        _import_patched_modules()
+    finally:
+        torch.compile = decorator
 
-    torch._dynamo.config.disable = True
+
+def _run_fused_functions_eagerly() -> None:
+    """Those that torch.compile has decorated: it would start a C++ compiler per process."""
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # read when torch._dynamo is imported
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.config.disable = True
 
 
 def _import_patched_modules() -> None:

@@ -28,18 +28,36 @@ CREATE TABLE product (id INTEGER PRIMARY KEY, name TEXT, price REAL);
 CREATE TABLE purchase (id INTEGER PRIMARY KEY, customer_id INTEGER REFERENCES customer(id),
     product_id INTEGER REFERENCES product(id), amount INTEGER);
 """
-# Question and query; {city}, {product}, {number} and {few} are random.
+# Question and query; {city}, {product}, {customer}, {number} and {few} are random.
 QUESTIONS = (
+    ("How many customers are there?", "SELECT count(*) FROM customer"),
+    ("How many products are there?", "SELECT count(*) FROM product"),
+    ("Which customers live in {city}?", "SELECT name FROM customer WHERE city = '{city}'"),
     ("How many customers live in {city}?", "SELECT count(*) FROM customer WHERE city = '{city}'"),
+    ("Which customers do not live in {city}?", "SELECT name FROM customer WHERE city != '{city}'"),
+    ("In which city does {customer} live?", "SELECT city FROM customer WHERE name = '{customer}'"),
     ("What is the price of a {product}?", "SELECT price FROM product WHERE name = '{product}'"),
     ("Which products cost more than {number}?", "SELECT name FROM product WHERE price > {number}"),
-    ("Which customers live in {city}?", "SELECT name FROM customer WHERE city = '{city}'"),
+    ("Which products cost less than {number}?", "SELECT name FROM product WHERE price < {number}"),
+    (
+        "How many products cost more than {number}?",
+        "SELECT count(*) FROM product WHERE price > {number}",
+    ),
     (
         "How many products cost less than {number}?",
         "SELECT count(*) FROM product WHERE price < {number}",
     ),
     ("What is the highest price of a product?", "SELECT max(price) FROM product"),
-    ("How many customers are there?", "SELECT count(*) FROM customer"),
+    ("What is the lowest price of a product?", "SELECT min(price) FROM product"),
+    ("What do the products cost on average?", "SELECT avg(price) FROM product"),
+    (
+        "List all products by price, the dearest first.",
+        "SELECT name FROM product ORDER BY price DESC, name",
+    ),
+    (
+        "In which cities do at least {few} customers live?",
+        "SELECT city FROM customer GROUP BY city HAVING count(*) >= {few}",
+    ),
     (
         "How many pieces of {product} were bought in total?",
         "SELECT sum(amount) FROM purchase JOIN product ON product.id = product_id "
@@ -51,17 +69,9 @@ QUESTIONS = (
         "JOIN product ON product.id = product_id WHERE product.name = '{product}'",
     ),
     (
-        "List all products by price, the dearest first.",
-        "SELECT name FROM product ORDER BY price DESC, name",
-    ),
-    (
         "How much did the customers of {city} spend altogether?",
         "SELECT sum(amount * price) FROM purchase JOIN customer ON customer.id = customer_id "
         "JOIN product ON product.id = product_id WHERE city = '{city}'",
-    ),
-    (
-        "In which cities do at least {few} customers live?",
-        "SELECT city FROM customer GROUP BY city HAVING count(*) >= {few}",
     ),
 )
 
@@ -72,9 +82,9 @@ def write(folder: Path, databases: int, questions: int, seed: int) -> None:
     for i in range(databases):
         random = Random(f"sql/{seed}/{i}")
         name = f"shop_{i}.sqlite"
-        _fill(folder / "databases" / name, random)
+        people = _fill(folder / "databases" / name, random)
         split = "eval" if i == databases - 1 else "train"
-        rows[split] += [_question(name, random) for _ in range(questions // databases)]
+        rows[split] += [_question(name, people, random) for _ in range(questions // databases)]
     for split, split_rows in rows.items():
         lines = [json.dumps(row) + "\n" for row in split_rows]
         (folder / f"{split}.jsonl").write_text("".join(lines))
@@ -93,7 +103,8 @@ def write_demonstrations(folder: Path, count: int, seed: int) -> None:
     asyncio.run(write_conversations(folder / "demonstrations.jsonl", episodes))
 
 
-def _fill(path: Path, random: Random) -> None:
+def _fill(path: Path, random: Random) -> list[str]:
+    """Returns the names of the customers."""
     path.unlink(missing_ok=True)
     with sqlite3.connect(path) as connection:
         connection.executescript(SCHEMA)
@@ -118,13 +129,15 @@ def _fill(path: Path, random: Random) -> None:
             ],
         )
     connection.close()
+    return people
 
 
-def _question(database: str, random: Random) -> dict[str, str]:
+def _question(database: str, people: list[str], random: Random) -> dict[str, str]:
     question, sql = random.choice(QUESTIONS)
     values = {
         "city": random.choice(CITIES),
         "product": random.choice(PRODUCTS),
+        "customer": random.choice(people),
         "number": random.randint(10, 60),
         "few": random.randint(2, 3),
     }

@@ -55,6 +55,9 @@ class PolicyRank:
 
     def start(self, rank: int, address: str, backend: str) -> int:
         """Join the process groups and build the model; returns the data-parallel rank."""
+        from megastep.distributed import cpu
+
+        cpu.import_megatron()
         from megastep.distributed import parallel
         from megastep.policy.worker import PolicyWorker
         from megastep.sync.sender import Sender

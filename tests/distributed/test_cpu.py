@@ -30,6 +30,24 @@ def test_inert_with_cuda():
     assert run.stdout == "inert\n", run.stderr
 
 
+COMPILER = """
+import sys, torch
+compile = torch.compile
+from megastep.distributed import cpu
+cpu.import_megatron()
+import megastep.policy.worker
+print("torch._inductor.compile_fx" in sys.modules, torch.compile is compile)
+"""
+
+
+def test_a_rank_does_not_import_the_compiler():
+    """It takes two seconds of every rank's start."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILER], capture_output=True, text=True
+    )
+    assert run.stdout == "False True\n", run.stderr
+
+
 def test_only_megatron_sees_another_torch():
     from megastep.distributed import cpu
 
