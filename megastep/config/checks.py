@@ -393,7 +393,7 @@ def _check_memory(config: Config, problems: _Problems) -> None:
         f"this machine has {memory >> 20} MB of memory",
     )
     problems.check(
-        config.engine.cpu_kv_gb << 30 <= memory,
+        config.engine.cpu_kv_gb * 2**30 <= memory,
         "engine.cpu_kv_gb",
         config.engine.cpu_kv_gb,
         f"this machine has {memory >> 30} GB of memory",

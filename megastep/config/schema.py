@@ -202,7 +202,7 @@ class EngineConfig:
     gpu_memory_utilization: float = setting(
         0.6, "fraction of each GPU's memory for weights and KV cache", gt=0, lt=1
     )
-    cpu_kv_gb: int = setting(1, "KV cache of an engine on a CPU, in GB", ge=1, limit=1 << 16)
+    cpu_kv_gb: float = setting(1.0, "KV cache of an engine on a CPU, in GB", gt=0, limit=1 << 16)
     start_timeout_s: int = setting(600, "time limit of an engine's start", gt=0, limit=SECONDS)
     request_timeout_s: int = setting(
         600, "time limit of one call; beyond it the engine counts as hung", gt=0, limit=SECONDS

@@ -21,7 +21,7 @@ import numpy as np
 
 from megastep.config import Config
 from megastep.distributed import amx
-from megastep.distributed.processes import send_output_to
+from megastep.distributed.processes import forks_end_with_us, send_output_to
 from megastep.models.architecture import read_architecture
 from megastep.rollout.generation import Generation, Sampling
 
@@ -81,6 +81,7 @@ class Engine:
         if setup.log:
             send_output_to(Path(setup.log))
         os.environ.update(_environment(config, setup))
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would replace engine.cpu_kv_gb
         # Takes seconds: here it overlaps with the start of the policy ranks. An error is raised
         # by `start`, where it is reported.
         with contextlib.suppress(Exception):
@@ -89,9 +90,14 @@ class Engine:
     async def start(self) -> int:
         """Build the engine; returns the process id."""
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(self.config, self.setup)))
+        arguments = AsyncEngineArgs(**_arguments(self.config, self.setup))
+        vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if not self.setup.has_gpu:
+            _fork_engine_core()
+        self.llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
         _unlink_shared_memory()
         return os.getpid()
 
@@ -211,6 +217,19 @@ class Engine:
             await self.llm.wake_up(tags=[what])
 
 
+def _fork_engine_core() -> None:
+    """Fork vLLM's engine core, a process of its own, which then need not import vLLM once more.
+
+    vLLM spawns it in a Ray actor, and on every CPU: the fork of a process whose OpenMP threads have
+    started would hang. This process computes nothing.
+    """
+    from vllm.utils import system_utils
+
+    forks_end_with_us()
+    system_utils._maybe_force_spawn = lambda: None
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # after vLLM's configuration set it
+
+
 def _unlink_shared_memory() -> None:
     """Unlink the shared memory that vLLM's processes have mapped, so that the kernel frees it when
     they end, even if they are killed."""
@@ -238,7 +257,6 @@ def _environment(config: Config, setup: Setup) -> dict[str, str]:
         # vLLM would compile a sampler helper in C++ at the first call, for half a minute.
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # policy ranks use the same cores
-        "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_gb),
         # vLLM then keeps the `uni` executor: no worker process that imports vLLM once more.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.engine.tensor_parallel == 1 else "1",
         amx.VARIABLE: os.environ.get(amx.VARIABLE, amx.WITHOUT_AMX),
@@ -256,6 +274,7 @@ def _arguments(config: Config, setup: Setup) -> dict:
         scheduling["max_num_batched_tokens"] = max(max_model_len, _CPU_BATCH_TOKENS)
         # Prefixes are cached in whole blocks, and vLLM's default of 128 exceeds many turns.
         scheduling["block_size"] = _CPU_BLOCK_TOKENS
+        scheduling["kv_cache_memory_bytes"] = int(engine.cpu_kv_gb * 2**30)
     return dict(
         model=config.model.path,
         skip_tokenizer_init=True,  # token ids in, token ids out
@@ -278,7 +297,6 @@ def _arguments(config: Config, setup: Setup) -> dict:
         weight_transfer_config={"backend": f"megastep_{setup.backend}"},
         worker_extension_cls="megastep.sync.receiver.WorkerExtension",
         additional_config={"sync_verify": config.sync.verify},
-        disable_log_stats=True,
         **scheduling,
     )
 

@@ -89,7 +89,7 @@ def status(cluster, job: str) -> str | None:
 
 def is_clean(cluster) -> bool:
     """No actor, no CPU in use, and no process of a job on either node."""
-    names = ("megastep train", "PolicyRank", "ray::Engine", "VLLM", "wandb")
+    names = ("megastep train", "PolicyRank", "ray::Engine", "wandb")
     processes = alive(cluster.head.family() | cluster.worker.family())
     if [line for line in processes if any(name in line for name in names)]:
         return False

@@ -1,7 +1,6 @@
 """Arguments of vLLM: every key of `engine` and of other sections that an engine needs. vLLM itself
 runs in tests/rollout/test_end_to_end.py."""
 
-import os
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -91,11 +90,12 @@ def test_one_process_less_without_tensor_parallelism():
 
 
 def test_kv_cache_memory_on_a_cpu():
-    config = load(CHASE, ["engine.cpu_kv_gb=7"])
-    assert _environment(config, ON_CPU)["VLLM_CPU_KVCACHE_SPACE"] == "7"
-    shared = _environment(config, ON_GPU)
-    assert shared["CUDA_VISIBLE_DEVICES"] == "2,5" and "VLLM_CPU_KVCACHE_SPACE" not in shared
-    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    assert arguments("engine.cpu_kv_gb=0.5")["kv_cache_memory_bytes"] == 1 << 29
+    assert "kv_cache_memory_bytes" not in arguments(setup=ON_GPU)
+
+
+def test_gpus_of_a_colocated_engine():
+    assert _environment(load(CHASE, []), ON_GPU)["CUDA_VISIBLE_DEVICES"] == "2,5"
 
 
 def test_sampling_reaches_vllm(monkeypatch):

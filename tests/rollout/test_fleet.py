@@ -275,8 +275,8 @@ def test_an_engine_whose_vllm_died_is_lost_at_a_weight_sync(rollouts, models, tm
     rollouts.on_ranks(shake, 5)
     slot = rollouts.fleet.slots[1]
     pid = slot.pid
-    (core,) = [line for line in alive(descendants(pid)) if "EngineCore" in line]
-    os.kill(int(core.split()[0]), signal.SIGKILL)
+    ((core, _),) = descendants(pid)
+    os.kill(core, signal.SIGKILL)
     time.sleep(0.1)
     version = rollouts.cluster.sync()
     wait_for(lambda: slot.serving and slot.pid != pid, 200)
