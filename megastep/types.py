@@ -262,3 +262,11 @@ class MicroBatch:
 
     trie: Trie
     real_tokens: int  # before the padding
+
+
+@dataclass
+class Update:
+    """What one optimizer step returns to the driver, which imports neither torch nor Megatron."""
+
+    metrics: dict[str, float]
+    skipped: str | None = None  # why the optimizer step was not applied

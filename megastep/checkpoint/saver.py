@@ -68,10 +68,11 @@ _FORMAT_OPTIONS = {
 def _start_results_helper() -> None:
     """filesystem_async.py:51 keeps a helper process for the results of a save.
 
-    Ours exits with its rank if that is killed.
+    Ours exits with its rank if that is killed. It is forked, as Megatron's writers are: spawned, it
+    would import torch once more.
     """
     if filesystem_async._results_queue is None:
-        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
         manager.start(initializer=end_with_parent)
         filesystem_async._results_queue = manager.Queue()
         filesystem_async._results_manager = manager  # exits when it is garbage-collected

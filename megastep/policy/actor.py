@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
@@ -24,10 +24,7 @@ from megastep.config import Config, LossConfig, OptimizerConfig
 from megastep.distributed.ports import free_port
 from megastep.distributed.processes import forks_end_with_us, send_output_to
 from megastep.errors import ClusterError, MegastepError
-from megastep.types import MicroBatch
-
-if TYPE_CHECKING:  # torch and Megatron are imported in the actors only
-    from megastep.policy.worker import Update
+from megastep.types import MicroBatch, Update
 
 # Ray probes a silent node five times, every three seconds, before it declares it dead.
 _DEATH_KNOWN_S = 30
@@ -99,7 +96,7 @@ class Policy:
         """Begin a stage of training: see PolicyWorker.begin."""
         self._call("begin", optimizer, loss, optimizer_steps)
 
-    def learn(self, by_data_rank: list[list[list[MicroBatch]]]) -> "list[Update]":
+    def learn(self, by_data_rank: list[list[list[MicroBatch]]]) -> list[Update]:
         """One optimizer step per mini-batch; by_data_rank[rank][mini-batch] are micro-batches."""
         parts = [ray.put(part) for part in by_data_rank]
         return self._on_all(lambda actor, data: actor.call.remote("learn", parts[data]))[0]

@@ -15,7 +15,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from megastep.policy.model import build_model, wrap_for_training
 from megastep.policy.optimizer import build_optimizer, clip_and_step
 from megastep.policy.schedule import run_schedule
 from megastep.policy.teacher import Teacher
-from megastep.types import PADDING, MicroBatch
+from megastep.types import PADDING, MicroBatch, Update
 from megastep.weights.hf_files import (
     SHARD_BYTES,
     HFReader,
@@ -48,12 +47,6 @@ from megastep.weights.hf_files import (
 )
 from megastep.weights.megatron import export_hf, global_name, load_hf
 from megastep.weights.random_init import RandomWeights
-
-
-@dataclass
-class Update:
-    metrics: dict[str, float]
-    skipped: str | None = None  # why the optimizer step was not applied
 
 
 class PolicyWorker:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,10 +18,7 @@ from megastep.samples.metrics import over_mini_batches, packing_metrics
 from megastep.samples.packing import mini_batches
 from megastep.samples.validation import validate
 from megastep.trainer.rundir import Run
-from megastep.types import ExpertShape, Group, MicroBatch
-
-if TYPE_CHECKING:
-    from megastep.policy.worker import Update
+from megastep.types import ExpertShape, Group, MicroBatch, Update
 
 
 def print_warnings(config: Config) -> None:

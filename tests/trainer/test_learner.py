@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from megastep.policy.worker import Update
 from megastep.report.meanings import meaning_of
 from megastep.samples.metrics import over_mini_batches
 from megastep.trainer.learner import Learner
+from megastep.types import Update
 from tests import cases
 from tests.policy.updates import steps_of
 from tests.trainer.plain_loop import PlainLearner, Sequence, conflicting_groups
