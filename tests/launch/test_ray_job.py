@@ -75,7 +75,7 @@ def submit(arguments, env, stdout=subprocess.PIPE) -> subprocess.Popen:
     )
 
 
-def run(arguments, env, timeout: int = 120) -> subprocess.CompletedProcess:
+def run(arguments, env, timeout: int = 300) -> subprocess.CompletedProcess:
     return subprocess.run(
         [SCRIPT, *arguments], capture_output=True, text=True, timeout=timeout, env=env
     )
