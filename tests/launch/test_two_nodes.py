@@ -227,6 +227,5 @@ def test_d5_lost_node_ends_the_run_with_one_line(cluster, tmp_path):
     saved = latest(checkpoints)
     assert read_manifest(saved)["step"] == int(saved.name.removeprefix("step_")) >= 1
     wait_for(lambda: cluster.nodes() == [HEAD] and not cluster.actors(), 60)
-    assert not [
-        line for line in alive(cluster.head.family()) if "PolicyRank" in line or "ray::Engine" in line
-    ]
+    left = alive(cluster.head.family())
+    assert not [line for line in left if "PolicyRank" in line or "ray::Engine" in line]
