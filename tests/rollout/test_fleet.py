@@ -258,7 +258,7 @@ def test_an_engine_killed_during_a_rollout(rollouts, models, tmp_path):
     vllm = descendants(pid)
     os.kill(pid, signal.SIGKILL)
     thread.join(120)
-    assert len(vllm) >= 2
+    assert len(vllm) == 1  # its engine core
     wait_for(lambda: not alive(vllm), 30)
     assert [g.ids.tolist() for g in answers] == [g.ids.tolist() for g in expected]
     assert all(g.versions.tolist() == [[version, 100]] for g in answers)
