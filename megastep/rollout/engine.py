@@ -223,9 +223,12 @@ def _fork_engine_core() -> None:
     vLLM spawns it in a Ray actor, and on every CPU: the fork of a process whose OpenMP threads have
     started would hang. This process computes nothing.
     """
+    import ray._raylet
     from vllm.utils import system_utils
 
     forks_end_with_us()
+    # In a fork of a Ray worker vLLM's own call has no effect.
+    os.register_at_fork(after_in_child=lambda: ray._raylet.setproctitle("VLLM::EngineCore"))
     system_utils._maybe_force_spawn = lambda: None
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # after vLLM's configuration set it
 
