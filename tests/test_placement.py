@@ -1,6 +1,7 @@
 """Placement with a fake Ray: what each config key requests. test_cluster.py has a real Ray."""
 
 import os
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -166,12 +167,23 @@ def test_a_head_without_cpus_does_not_limit_threads(monkeypatch):
     assert made._threads(2) == 4
 
 
-def test_a_rank_computes_with_its_threads(monkeypatch, tmp_path):
+@pytest.fixture
+def rank(monkeypatch, tmp_path):
     from megastep.policy import actor
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(actor, "forks_end_with_us", lambda: None)
     monkeypatch.setattr(actor.ray, "get_gpu_ids", lambda: [])
-    actor.PolicyRank(Config(), 3, str(tmp_path), log=None)
+    monkeypatch.setattr(actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    return actor.PolicyRank(Config(), 3, str(tmp_path), log=None)
+
+
+def test_a_rank_computes_with_its_threads(rank):
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_rank_0_listens_before_it_gives_its_address(rank):
+    """Another process could take the port while the ranks import Megatron."""
+    host, port = rank.rendezvous_address().split(":")
+    socket.create_connection((host, int(port)), timeout=5).close()

@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megastep.config import ParallelConfig
 from megastep.distributed import cpu
+from megastep.distributed.ports import listen
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,23 @@ class Place:
 
 
 def start(
-    degrees: ParallelConfig, rank: int, world: int, address: str, timeout_s: int = 600
+    degrees: ParallelConfig,
+    rank: int,
+    world: int,
+    address: str,
+    listener: socket.socket | None = None,
+    timeout_s: int = 600,
 ) -> None:
-    """Join the process group and create Megatron's groups. nccl with CUDA, gloo without."""
+    """Join the process group and create Megatron's groups. nccl with CUDA, gloo without.
+
+    Rank 0 may pass the socket that listens at `address` already.
+    """
     on_cpu = cpu.install()
     if not on_cpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(
         "gloo" if on_cpu else "nccl",
-        store=_store(address, rank, world, timedelta(seconds=timeout_s)),
+        store=_store(address, rank, world, listener, timedelta(seconds=timeout_s)),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout_s),
@@ -60,14 +69,16 @@ def start(
     _create_groups(degrees)
 
 
-def _store(address: str, rank: int, world: int, timeout: timedelta) -> dist.Store:
+def _store(
+    address: str, rank: int, world: int, listener: socket.socket | None, timeout: timedelta
+) -> dist.Store:
     """The rendezvous store. Rank 0 listens at `address` only; torch would on every interface."""
     host, _, port = address.rpartition(":")
-    listener = None
-    if rank == 0:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, int(port)), family=family, backlog=1024).detach()
-    return dist.TCPStore(host, int(port), world, rank == 0, timeout, master_listen_fd=listener)
+    if rank != 0:
+        return dist.TCPStore(host, int(port), world, False, timeout)
+    listener = listener or listen(host, int(port))
+    fd = listener.detach()
+    return dist.TCPStore(host, int(port), world, True, timeout, master_listen_fd=fd)
 
 
 def _create_groups(degrees: ParallelConfig) -> None:

@@ -26,3 +26,9 @@ def free_port() -> int:
                 continue
             return port
     raise OSError("no port is free")
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A listening socket; port 0 is a free one, which nobody can take while the socket is open."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)

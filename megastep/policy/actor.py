@@ -10,6 +10,7 @@ first error.
 """
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +22,7 @@ from ray.exceptions import RayTaskError
 
 from megastep.checkpoint.loop_state import LoopState
 from megastep.config import Config, LossConfig, OptimizerConfig
-from megastep.distributed.ports import free_port
+from megastep.distributed.ports import listen
 from megastep.distributed.processes import forks_end_with_us, send_output_to
 from megastep.errors import ClusterError, MegastepError
 from megastep.types import MicroBatch, Update
@@ -35,6 +36,7 @@ class PolicyRank:
 
     def __init__(self, config: Config, threads: int, folder: str, log: str | None):
         self.config = config
+        self._listener: socket.socket | None = None
         forks_end_with_us()
         os.chdir(folder)
         if log:
@@ -48,7 +50,10 @@ class PolicyRank:
         return context.get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def rendezvous_address(self) -> str:
-        return f"{ray.util.get_node_ip_address()}:{free_port()}"
+        """Rank 0 listens from here on: ranks connect seconds later, when they have Megatron."""
+        host = ray.util.get_node_ip_address()
+        self._listener = listen(host)
+        return f"{host}:{self._listener.getsockname()[1]}"
 
     def start(self, rank: int, address: str, backend: str) -> int:
         """Join the process groups and build the model; returns the data-parallel rank."""
@@ -60,7 +65,9 @@ class PolicyRank:
         from megastep.sync.sender import Sender
 
         config = self.config
-        parallel.start(config.policy.parallel, rank, config.policy.ranks, address)
+        parallel.start(
+            config.policy.parallel, rank, config.policy.ranks, address, self._listener
+        )
         self.worker = PolicyWorker(config)
         self.sender = Sender(self.worker.chunks, self.worker.arch, config, backend)
         return parallel.place().data

@@ -1,4 +1,4 @@
-"""Free ports lie below the range of outgoing connections."""
+"""Free ports lie below the range of outgoing connections; a listener keeps its port."""
 
 import socket
 from pathlib import Path
@@ -32,3 +32,12 @@ def test_no_free_port_is_an_error(monkeypatch):
         )
         with pytest.raises(OSError, match="no port is free"):
             ports.free_port()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_listener_keeps_its_port(host):
+    with ports.listen(host) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(OSError, match="Address already in use"):
+            ports.listen(host, port)
+        socket.create_connection((host, port), timeout=5).close()
