@@ -5,14 +5,15 @@
 
 writes FOLDER/databases/shop_0.sqlite, ..., FOLDER/train.jsonl, FOLDER/eval.jsonl and
 FOLDER/demonstrations.jsonl. The questions of eval.jsonl are about the last database, the others
-about the databases before it. A demonstration runs the right query, looks at its rows and gives it
-as the solution.
+about the databases before it. All kinds of questions come in turn. A demonstration runs the right
+query, looks at its rows and gives it as the solution.
 """
 
 import argparse
 import asyncio
 import json
 import sqlite3
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 
@@ -78,29 +79,32 @@ QUESTIONS = (
 
 def write(folder: Path, databases: int, questions: int, seed: int) -> None:
     (folder / "databases").mkdir(parents=True, exist_ok=True)
-    rows: dict[str, list[dict]] = {"train": [], "eval": []}
+    shops = []
     for i in range(databases):
-        random = Random(f"sql/{seed}/{i}")
         name = f"shop_{i}.sqlite"
-        people = _fill(folder / "databases" / name, random)
-        split = "eval" if i == databases - 1 else "train"
-        rows[split] += [_question(name, people, random) for _ in range(questions // databases)]
-    for split, split_rows in rows.items():
-        lines = [json.dumps(row) + "\n" for row in split_rows]
-        (folder / f"{split}.jsonl").write_text("".join(lines))
+        shops.append((name, _fill(folder / "databases" / name, Random(f"sql/{seed}/{i}"))))
+    per_database = questions // databases
+    _write_questions(folder / "train.jsonl", shops[:-1], per_database * (databases - 1), seed)
+    _write_questions(folder / "eval.jsonl", shops[-1:], per_database, seed)
 
 
-def write_demonstrations(folder: Path, count: int, seed: int) -> None:
-    """Of questions like those of train.jsonl, which must exist."""
+def write_demonstrations(folder: Path, count: int) -> None:
+    """Of the first questions of train.jsonl, which must exist."""
     lines = (folder / "train.jsonl").read_text().splitlines()
-    questions = [json.loads(line) for line in lines]
-    random = Random(f"sql/{seed}/demonstrations")
     episodes = []
-    for _ in range(count):
-        row = random.choice(questions)
+    for line in islice(cycle(lines), count):
+        row = json.loads(line)
         turns = [f"<sql>{row['sql']}</sql>", f"<solution>{row['sql']}</solution>"]
         episodes.append((SQL(row, databases=str(folder / "databases")), turns))
     asyncio.run(write_conversations(folder / "demonstrations.jsonl", episodes))
+
+
+def _write_questions(path: Path, shops: list[tuple[str, list[str]]], count: int, seed: int) -> None:
+    """All kinds in turn, each about a random one of `shops`: a file name and its customers."""
+    random = Random(f"sql/{seed}/{path.stem}")
+    kinds = islice(cycle(QUESTIONS), count)
+    rows = [_question(*kind, *random.choice(shops), random) for kind in kinds]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _fill(path: Path, random: Random) -> list[str]:
@@ -132,8 +136,9 @@ def _fill(path: Path, random: Random) -> list[str]:
     return people
 
 
-def _question(database: str, people: list[str], random: Random) -> dict[str, str]:
-    question, sql = random.choice(QUESTIONS)
+def _question(
+    question: str, sql: str, database: str, people: list[str], random: Random
+) -> dict[str, str]:
     values = {
         "city": random.choice(CITIES),
         "product": random.choice(PRODUCTS),
@@ -169,7 +174,7 @@ def main() -> None:
     if args.demonstrations < 1:
         parser.error(f"--demonstrations {args.demonstrations}: must be 1 or more")
     write(args.folder, args.databases, args.questions, args.seed)
-    write_demonstrations(args.folder, args.demonstrations, args.seed)
+    write_demonstrations(args.folder, args.demonstrations)
     print(f"{args.folder}: {args.databases} databases, train, eval and demonstrations.jsonl")
 
 

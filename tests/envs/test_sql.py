@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -421,9 +422,19 @@ def test_the_same_seed_writes_the_same_data(data, tmp_path):
     assert written == list(sqlite3.connect(data / path).iterdump())
 
 
+def test_s17_demonstrations_have_all_kinds_of_questions(data, tmp_path):
+    shutil.copytree(data, tmp_path, dirs_exist_ok=True)
+    kinds = len(sql_data.QUESTIONS)
+    sql_data.write_demonstrations(tmp_path, 2 * kinds)
+    lines = (tmp_path / "demonstrations.jsonl").read_text().splitlines()
+    queries = [json.loads(line)["messages"][1]["content"] for line in lines]
+    shapes = [re.sub(r"'\w+'|\d+", "_", query) for query in queries]
+    assert len(set(shapes[:kinds])) == len(set(shapes)) == kinds
+
+
 def test_s17_demonstrations_look_at_the_rows_before_the_solution(data, tmp_path):
     shutil.copytree(data, tmp_path, dirs_exist_ok=True)
-    sql_data.write_demonstrations(tmp_path, 12, seed=0)
+    sql_data.write_demonstrations(tmp_path, 12)
     lines = (tmp_path / "demonstrations.jsonl").read_text().splitlines()
     conversations = [json.loads(line)["messages"] for line in lines]
     assert len(conversations) == 12 and len({m[0]["content"] for m in conversations}) > 3
