@@ -70,8 +70,8 @@ def trained(smollm2, tmp_path_factory):
         f"run.dir={folder}",
         "run.name=run",
         "train.steps=2",
-        "rollout.prompts=4",
-        "rollout.samples_per_prompt=4",
+        "rollout.prompts=6",
+        "rollout.samples_per_prompt=6",
         "checkpoint.every_steps=0",
         *SETTINGS,
     ]
