@@ -65,9 +65,9 @@ class PolicyRank:
         from megastep.sync.sender import Sender
 
         config = self.config
-        parallel.start(
-            config.policy.parallel, rank, config.policy.ranks, address, self._listener
-        )
+        listener = self._listener
+        self._listener = None  # torch owns it from here on
+        parallel.start(config.policy.parallel, rank, config.policy.ranks, address, listener)
         self.worker = PolicyWorker(config)
         self.sender = Sender(self.worker.chunks, self.worker.arch, config, backend)
         return parallel.place().data
