@@ -706,12 +706,13 @@ def _error_of(action) -> str:
     return "no error"
 
 
-def attach_to_fused_router(folder) -> str:
+def attach_replay_with(folder, setting: str, value) -> str:
+    """The error of routing replay where Megatron's config has this value."""
     from megastep.policy import routing_replay
 
     worker = make_worker(folder, {})
     chunk = worker.chunks[0].module
-    chunk.config.moe_router_fusion = True
+    setattr(chunk.config, setting, value)
     try:
         routing_replay.attach(chunk)
     except ReplayError as error:

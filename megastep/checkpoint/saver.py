@@ -30,7 +30,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
@@ -51,6 +50,7 @@ from megastep.checkpoint.manifest import (
 )
 from megastep.checkpoint.megatron_load import load_state
 from megastep.distributed import parallel
+from megastep.distributed.megatron_version import save_checkpoint
 from megastep.distributed.processes import end_with_parent
 from megastep.errors import CheckpointError
 from megastep.weights.hf_files import copy_companions
@@ -94,10 +94,8 @@ class Saver:
         _start_results_helper()
         manifest = describe(worker.arch, loop.step, _parallel_layout(worker), with_optimizer=True)
         manifest["optimizer_steps"] = worker.step
-        request = dist_checkpointing.save(
-            _state(worker, loading=False), str(partial), async_sharded_save=in_background
-        )
-        if not in_background:
+        request = save_checkpoint(_state(worker, loading=False), partial, in_background)
+        if request is None:
             seal(partial, final, manifest, keep, hashed=lambda: _hash_own(partial))
             return
         request, hashed = _with_hashing(request, partial)

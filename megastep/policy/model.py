@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megastep.config import ParallelConfig, PolicyConfig
 from megastep.distributed import parallel
+from megastep.distributed.megatron_version import mlp_submodules
 from megastep.models.architecture import Architecture, rope_type
 from megastep.policy.attention import FlexTrieAttention, TrieAttention
 from megastep.policy.batch import PolicyBatch
@@ -294,7 +295,7 @@ def _cpu_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
 
 
 def _set_router(layer: ModuleSpec) -> None:
-    mlp = layer.submodules.mlp.submodules
+    mlp = mlp_submodules(layer)
     if isinstance(mlp, MoESubmodules):
         mlp.router = PolicyRouter
 
