@@ -185,7 +185,8 @@ def load(folder: str | Path, worker) -> None:
     state = _state(
         worker, loading=True, with_optimizer=manifest["with_optimizer"], with_random=with_random
     )
-    state = load_state(state, folder)
+    # Some releases of Megatron raise an error only on the rank that reads the damaged part.
+    state = _on_all_ranks(lambda: load_state(state, folder))
     for i, chunk in enumerate(_unwrapped(worker)):
         _load_weights(chunk, state[f"model{i}"])
     if manifest["with_optimizer"]:

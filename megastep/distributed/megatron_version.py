@@ -1,6 +1,6 @@
 """What differs between the releases 0.16.1 to 0.19.2 of Megatron-Core, detected by feature.
 
-No other module depends on the release:
+The callers do not depend on the release:
 
     MLP of a layer spec    a ModuleSpec; since 0.18 a functools.partial
     background save        by Megatron's own writer; since 0.17 only on request
@@ -8,6 +8,8 @@ No other module depends on the release:
                            an object among the shards, where 0.16 to 0.18 do not look for it
     reader of common.pt    a strategy; since 0.17 a function
     reader of the shards   since 0.17 called with `async_strategy` too
+    errors of a load       raised on all ranks; since 0.18 on the rank that has it, so that the
+                           caller must exchange them
 
 A checkpoint has a common.pt under every release, so that each reads those of the others.
 """
