@@ -20,6 +20,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -34,6 +35,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megastep.checkpoint.loop_state import LoopState
@@ -242,12 +244,14 @@ def _unwrapped(worker) -> list:
 
 
 def model_state(model) -> dict:
-    """The sharded state of a GPTModel.
-
-    Without `_extra_state`, which only Transformer Engine's fp8 would need.
-    """
+    """The sharded state of a GPTModel, without what only Transformer Engine's fp8 would need."""
     state = model.sharded_state_dict(metadata=_metadata())
-    return {name: sharded for name, sharded in state.items() if not name.endswith("_extra_state")}
+    return {name: sharded for name, sharded in state.items() if not _is_fp8_state(name)}
+
+
+def _is_fp8_state(name: str) -> bool:
+    """`_extra_state` of a layer; of grouped experts also `_extra_state1` and so on."""
+    return re.search(r"_extra_state\d*$", name) is not None
 
 
 def _metadata() -> dict:
@@ -256,7 +260,7 @@ def _metadata() -> dict:
 
 def _load_weights(model, state: dict) -> None:
     missing, unexpected = model.load_state_dict(state, strict=False)
-    missing = [name for name in missing if not name.endswith("_extra_state")]
+    missing = [name for name in missing if not _is_fp8_state(name)]
     assert not missing and not unexpected, f"missing {missing}, unexpected {unexpected}"
 
 
@@ -295,6 +299,14 @@ def _load_optimizer(worker, state: dict) -> None:
                 "param_state_sharding_type": _FORMAT_OPTIONS["distrib_optim_sharding_type"],
             }
         )
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            _let_fused_adam_count(part.optimizer)
+
+
+def _let_fused_adam_count(hybrid: HybridDeviceOptimizer) -> None:
+    """hybrid_optimizer.py:352 would reset FusedAdam's step to the loaded one before each step."""
+    for group in hybrid.param_groups:
+        group.pop("step", None)
 
 
 def _adam_step(worker) -> int:
