@@ -6,6 +6,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 venv="$root/.venv"
 pins="$root/launch/requirements-cpu.txt"
+te_pin="$root/launch/requirements-te.txt"
 install_log="$venv/install.log"
 stamp="$venv/.installed"
 unfinished="$venv/.unfinished"
@@ -14,7 +15,7 @@ cpu_index="https://download.pytorch.org/whl/cpu"
 log() { echo "setup: $*" >&2; }
 
 # The stamp includes the path: a venv cannot be moved.
-digest="$(cat "$pins" "$root/pyproject.toml" | sha256sum)"
+digest="$(cat "$pins" "$te_pin" "$root/pyproject.toml" | sha256sum)"
 want="${digest%% *} $root"
 installed() { [[ -x "$venv/bin/python" && -f "$stamp" && "$(<"$stamp")" == "$want" ]]; }
 if installed; then exit 0; fi
@@ -88,18 +89,22 @@ pip_install() {
 
 # torch first and by its full version: plain 2.13.0 also matches several GB of CUDA.
 torch="$(grep '^torch==' "$pins")"
-log "1/3 $torch"
+log "1/4 $torch"
 if ! pip_install "$torch"; then
     grep -q "No matching distribution found for torch" "$install_log" || fail "cannot install $torch"
     log "    not in pip's indexes, trying $cpu_index"
     pip_install --extra-index-url "$cpu_index" "$torch" ||
         fail "found no $torch, neither in pip's indexes nor at $cpu_index"
 fi
-log "2/3 vLLM, Megatron-Core, Ray and dependencies"
+log "2/4 vLLM, Megatron-Core, Ray and dependencies"
 hashed="$TMPDIR/hashed.txt"
 grep -v '^torch==' "$pins" >"$hashed"
 pip_install --require-hashes -r "$hashed" || fail "cannot install launch/requirements-cpu.txt"
-log "3/3 megastep"
+log "3/4 Transformer Engine's Python layers, for tests"
+run "$venv/bin/python" -m pip download --no-deps --no-input --progress-bar off \
+    --disable-pip-version-check --require-hashes --dest "$venv/wheels" -r "$te_pin" ||
+    fail "cannot fetch launch/requirements-te.txt"
+log "4/4 megastep"
 pip_install --no-build-isolation -e "$root" || fail "cannot install megastep itself"
 
 rm -rf "$TMPDIR"

@@ -11,6 +11,7 @@ import importlib
 import os
 import signal
 import traceback
+from collections.abc import Callable
 
 import torch.multiprocessing as mp
 
@@ -22,13 +23,15 @@ current: tuple[int, int, str] | None = None
 
 
 class RankPool:
-    def __init__(self, world: int):
+    """prepare: called first in each process."""
+
+    def __init__(self, world: int, prepare: Callable[[], None] | None = None):
         context = mp.get_context("spawn")
         self.pipes = []
         self.processes = []
         for rank in range(world):
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=(rank, world, there))
+            process = context.Process(target=serve, args=(rank, world, there, prepare))
             process.start()
             there.close()
             self.pipes.append(here)
@@ -59,12 +62,14 @@ class RankPool:
             process.join()
 
 
-def serve(rank: int, world: int, pipe) -> None:
+def serve(rank: int, world: int, pipe, prepare: Callable[[], None] | None) -> None:
     global current
     import warnings
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.filterwarnings("ignore")
+    if prepare is not None:
+        prepare()
     from megastep.distributed import cpu
 
     cpu.import_megatron()

@@ -180,8 +180,11 @@ def _cpu_type_names(constant):
 
 def _patch_torch_adam_loading() -> None:
     """distrib_optimizer.py handles the per-parameter `step` of torch's AdamW only partly."""
+    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+    if not USING_PYTORCH_OPTIMIZER:
+        return
     set_state = DistributedOptimizer._set_main_param_and_optimizer_states
     load_state_dict = DistributedOptimizer.load_state_dict
 

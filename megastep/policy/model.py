@@ -50,7 +50,7 @@ def build_model(arch: Architecture, policy: PolicyConfig) -> "list[PolicyModel]"
     each of Transformer Engine's layers.
     """
     on_meta = torch.get_default_device().type == "meta"
-    on_cuda = torch.cuda.is_available() and not on_meta
+    on_cuda = has_cuda() and not on_meta
     virtual_stages = policy.parallel.virtual
     inverse_frequencies, softmax_scale = _rope(arch)
     config = transformer_config(arch, policy, softmax_scale, on_cuda, mark_shards=not on_meta)
@@ -72,6 +72,11 @@ def build_model(arch: Architecture, policy: PolicyConfig) -> "list[PolicyModel]"
         chunk.shard = _vocab_shard(arch)
         chunks.append(chunk)
     return chunks
+
+
+def has_cuda() -> bool:
+    """Selects the CUDA layer spec; tests/te builds it without a GPU."""
+    return torch.cuda.is_available()
 
 
 class PolicyModel(GPTModel):
