@@ -34,6 +34,7 @@ ALSO_CLUSTERS = ("test_vllm.py", "test_a_signal_while_ray_starts")
 SLOW = (
     "test_layouts.py",
     "test_saver.py",
+    "test_transformer_engine.py",
     "test_update.py",
     "test_worker.py",
     "test_offline.py",
