@@ -15,7 +15,7 @@ Random tokens of 4, 2 and 1 prompts, so that each workload has about 9,000 disti
 4-layer MoE in fp32: hidden 256, 8 heads of 32 over 2 key heads, 8 experts top-2 of 256, vocabulary
 8192. "Output layer on every token" is Megatron's own output layer and cross entropy, plus the
 entropy, which every update reports. The first three use torch's causal SDPA, sequence by sequence;
-the trie uses the blocks of attention.py. policy.logits_chunk_rows is large enough that no logits
+the trie uses cpu_attention.py. policy.logits_chunk_rows is large enough that no logits
 are recomputed. Seconds are CPU seconds of the process, one thread: packing, forward, backward and
 gradient sums, without the optimizer; the best of the interleaved runs. Peak memory is the largest
 addition of an update to the process.
@@ -60,7 +60,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from megastep.config import Config
 from megastep.distributed import parallel
-from megastep.policy import attention, batch, model, worker
+from megastep.policy import attention, batch, cpu_attention, model, worker
 from megastep.samples import lay_out, make_samples
 from megastep.types import Group, LossTable, MicroBatch, Step, Trajectory, Trie
 from megastep.weights.megatron import load_hf
@@ -278,7 +278,7 @@ def patched_for(setup: str):
     return patched(
         (model.PolicyModel, "forward", all_rows_forward),
         (attention.TrieAttention, "forward", SdpaAttention.forward),
-        (attention, "blocks_of", sequence_lengths),
+        (cpu_attention, "blocks_of", sequence_lengths),
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megastep.policy.attention import _compiled_flex, trie_params
-from tests.policy.test_attention import dense, some_tries
+from tests.policy.test_cpu_attention import dense, some_tries
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 2)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megastep.policy.attention import _TrieAttention, blocks_of
+from megastep.policy.cpu_attention import attend, blocks_of
 from megastep.samples import lay_out
 from megastep.types import LossTable, Trie
 from tests.samples.rollouts import random_group, samples_of
@@ -48,7 +48,7 @@ def test_equals_a_dense_mask(heads, kv_heads):
             blocks = blocks_of(trie, heads // kv_heads, block_tokens, short_path_tokens)
             assert [b.start for b in blocks] == [0] + [b.stop for b in blocks[:-1]]
             assert blocks[-1].stop == len(trie)
-            out = _TrieAttention.apply(*inputs, blocks, 0.2)
+            out = attend(*inputs, blocks, 0.2)
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
             grads = torch.autograd.grad(out, inputs, grad)
             for ours, theirs in zip(grads, expected_grads, strict=True):
@@ -74,7 +74,7 @@ def test_bf16_is_within_rounding_of_fp32():
     inputs = [torch.randn(len(trie), heads, 32) for heads in (8, 2, 2)]
     blocks = blocks_of(trie, 4, 16, 8)
     assert any(b.shared is not None for b in blocks)
-    out = _TrieAttention.apply(*(t.bfloat16() for t in inputs), blocks, 0.2)
+    out = attend(*(t.bfloat16() for t in inputs), blocks, 0.2)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), dense(*inputs, trie, 0.2), rtol=0, atol=0.03)
 
@@ -101,7 +101,7 @@ def test_memory_grows_with_the_tokens_not_with_their_square():
             lambda t: sizes.append(t.nbytes) or t, lambda t: t
         ):
             inputs = [torch.randn(tokens, heads, 32, requires_grad=True) for heads in (8, 2, 2)]
-            _TrieAttention.apply(*inputs, blocks, 0.2)
+            attend(*inputs, blocks, 0.2)
         masks = {
             b.mask.untyped_storage().data_ptr(): b.mask.untyped_storage().nbytes() for b in blocks
         }
