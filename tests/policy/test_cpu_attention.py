@@ -8,7 +8,8 @@ import torch
 
 from megastep.policy.cpu_attention import attend, blocks_of
 from megastep.samples import lay_out
-from megastep.types import LossTable, Trie
+from megastep.types import Trie
+from tests.policy.tries import dense, trie_of, worked_example
 from tests.samples.rollouts import random_group, samples_of
 
 
@@ -20,16 +21,6 @@ def some_tries() -> list[Trie]:
         by_rank, _ = lay_out(samples_of(*groups), 1, 10_000, align_tokens=dice.choice([1, 4]))
         tries += [micro_batch.trie for micro_batch in by_rank[0]]
     return tries
-
-
-def dense(query, key, value, trie: Trie, scale: float):
-    """The visibility predicate of attention.py, as a dense mask."""
-    index = torch.arange(len(trie))
-    end = torch.from_numpy(trie.end.astype(np.int64))
-    visible = (index[None] <= index[:, None]) & (index[:, None] < end[None])  # [q, k]
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (4, 1)])
@@ -58,11 +49,7 @@ def test_equals_a_dense_mask(heads, kv_heads):
 
 def test_blocks_of_the_worked_example():
     """The example in the docstring of blocks_of."""
-    none = np.zeros(0, np.int32)
-    position = np.array([0, 1, 2, 3, 2, 3, 4, 5], np.int32)
-    end = np.array([8, 8, 4, 4, 8, 8, 8, 8], np.int32)
-    trie = Trie(np.arange(8, dtype=np.int32), position, end, LossTable(*[none] * 8))
-    first, second = blocks_of(trie, groups=1, block_tokens=4, short_path_tokens=0)
+    first, second = blocks_of(worked_example(), groups=1, block_tokens=4, short_path_tokens=0)
     assert (first.start, first.stop, first.shared, first.local) == (0, 4, None, slice(0, 4))
     assert (second.start, second.stop) == (4, 8)
     assert (second.shared, second.local) == (slice(0, 2), slice(4, 8))
@@ -86,8 +73,7 @@ def long_trie(tokens: int) -> Trie:
     position = np.concatenate([np.arange(stem), stem + branch]).astype(np.int32)
     starts = np.arange(stem, tokens) - branch
     end = np.concatenate([np.full(stem, tokens), np.minimum(starts + 50, tokens)]).astype(np.int32)
-    none = np.zeros(0, np.int32)
-    return Trie(np.zeros(tokens, np.int32), position, end, LossTable(*[none] * 8))
+    return trie_of(position, end)
 
 
 def test_memory_grows_with_the_tokens_not_with_their_square():
