@@ -11,7 +11,7 @@ from pathlib import Path
 # By module: what it chooses.
 SEAMS = {
     "megastep/policy/model.py": "Transformer Engine's or Megatron's local layers, and fusions",
-    "megastep/policy/attention.py": "FlexAttention and Transformer Engine, or torch for CPU",
+    "megastep/policy/attention.py": "the attention kernel: three for CUDA, one for CPU",
     "megastep/distributed/parallel.py": "device and communication backend: nccl or gloo",
     "megastep/distributed/cpu.py": "replacements of torch.cuda on a CPU",
     "megastep/checkpoint/saver.py": "the random state of the device, by Megatron's names",

@@ -245,20 +245,15 @@ def entropy_of(logits):
 
 
 class SdpaAttention(torch.nn.Module):
-    """torch's causal attention, sequence by sequence: [T, heads, dim] or [s, b, heads, dim]."""
+    """torch's causal attention of [s, b, heads, dim], or sequence by sequence of [T, 1, …]."""
 
     def __init__(self, config, softmax_scale=None, **unused):
         super().__init__()
 
     def forward(self, query, key, value, *unused, packed_seq_params=None, **unused_too):
-        if packed_seq_params is None:
-            q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-            return causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        lengths = packed_seq_params.blocks
-        parts = [
-            [x.transpose(0, 1).unsqueeze(0) for x in t.split(lengths)] for t in (query, key, value)
-        ]
-        return torch.cat([causal(*qkv).squeeze(0).transpose(0, 1) for qkv in zip(*parts)])
+        lengths = [len(query)] if packed_seq_params is None else packed_seq_params.blocks
+        parts = [[x.permute(1, 2, 0, 3) for x in t.split(lengths)] for t in (query, key, value)]
+        return torch.cat([causal(*qkv).permute(2, 0, 1, 3).flatten(2) for qkv in zip(*parts)])
 
 
 def causal(q, k, v):

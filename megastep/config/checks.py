@@ -41,6 +41,7 @@ _RAY_STORE_MB = 75
 _LEAST_TEMPERATURE = 0.01
 _MAX_TEXT = 4096  # characters: the longest path
 _MAX_NAME = 200  # bytes: file systems allow 255, and suffixes follow
+_TRITON_HEAD_DIM = 128  # at most: the blocks of more do not fit into a GPU's shared memory
 _RECOMPUTED = ("full", "core_attn", "mlp", "moe", "moe_act", "layernorm")
 
 
@@ -58,6 +59,7 @@ def validate(
     _check_estimator(config.advantage, problems)
     _check_fields(config, problems)
     _check_rollout(config, problems)
+    _check_attention(config.policy, problems)
     _check_recomputation(config.policy, problems)
     _check_optimizer(config, problems)
     _check_loss(config.loss, problems)
@@ -259,6 +261,22 @@ def _check_recomputation(policy: PolicyConfig, problems: _Problems) -> None:
     )
 
 
+def _check_attention(policy: PolicyConfig, problems: _Problems) -> None:
+    if policy.attention == "auto":
+        return
+    problems.need_cuda(
+        "policy.attention",
+        policy.attention,
+        "chooses a kernel for CUDA, and there is no GPU here; must be auto",
+    )
+    problems.check(
+        policy.parallel.context == 1,
+        "policy.attention",
+        policy.attention,
+        "context parallelism needs Transformer Engine's attention; must be auto",
+    )
+
+
 def _check_optimizer(config: Config, problems: _Problems) -> None:
     optimizer = config.optimizer
     betas = optimizer.betas
@@ -452,6 +470,7 @@ def _check_model(config: Config, arch: Architecture, problems: _Problems) -> Non
         )
     _check_experts(parallel, arch, "model", problems)
     _check_stages(parallel, arch, "model", problems)
+    _check_head_dim(config.policy, arch, "model", problems)
     offloaded = config.policy.activation_offload_layers
     problems.check(
         offloaded < arch.layers,
@@ -481,6 +500,18 @@ def _check_tensor_shards(
         )
 
 
+def _check_head_dim(
+    policy: PolicyConfig, arch: Architecture, whose: str, problems: _Problems
+) -> None:
+    problems.check(
+        policy.attention != "triton" or arch.head_dim <= _TRITON_HEAD_DIM,
+        "policy.attention",
+        policy.attention,
+        f"has heads of at most {_TRITON_HEAD_DIM} dimensions, and the {whose}'s have "
+        f"{arch.head_dim}; use flex, or auto",
+    )
+
+
 def _check_teacher(config: Config, arch: Architecture, problems: _Problems) -> None:
     """The teacher has the policy's parallel layout."""
     loss = config.loss
@@ -508,6 +539,7 @@ def _check_teacher(config: Config, arch: Architecture, problems: _Problems) -> N
     )
     _check_tensor_shards(config.policy.parallel, teacher, "teacher", problems)
     _check_stages(config.policy.parallel, teacher, "teacher", problems)
+    _check_head_dim(config.policy, teacher, "teacher", problems)
     if teacher.experts is not None:
         _check_experts(config.policy.parallel, teacher, "teacher", problems)
     context = config.context_tokens(arch)

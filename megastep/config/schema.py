@@ -169,6 +169,12 @@ class PolicyConfig:
         "fp32", "fp32, or bf16 with fp32 master weights", choices=("fp32", "bf16")
     )
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    attention: str = setting(
+        "auto",
+        "kernel on CUDA: flex (FlexAttention), triton (this project's), auto: Transformer Engine's "
+        "for micro-batches without branches, else flex",
+        choices=("auto", "flex", "triton"),
+    )
     recompute: list[str] = setting(
         factory=list,
         meaning="activation recomputation: [full], or Megatron modules such as [core_attn, moe]",

@@ -205,6 +205,7 @@ class PolicyWorker:
             self.config.policy.logits_chunk_rows,
             self.temperature,
             entropy_gradient=self.loss.entropy_coef > 0,
+            attention_setting=self.config.policy.attention,
         )
         return model(batch), partial(finish, micro_batch)
 
