@@ -48,7 +48,7 @@ def test_x1_bf16_is_within_rounding(interpreter):
     (differences,) = interpreter.run(
         attention_cases.triton_differences, shapes=shapes, dtype="bfloat16"
     )
-    assert 1e-4 < np.max(differences) < 0.05, differences
+    assert 1e-4 < np.max(differences) < 0.08, differences  # gradients of up to 10
 
 
 def test_x1_invisible_blocks_are_not_read(interpreter):
