@@ -288,6 +288,7 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
 
         import_from(own_modules)
         check_readable(config)
+        _check_megatron(config)
         run(config)
     except UserError as error:
         return _invalid(str(_cause(error)).splitlines())
@@ -306,6 +307,13 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
         print(f"\nerror: {reason}", file=sys.stderr)
         return 1
     return 0
+
+
+def _check_megatron(config) -> None:
+    if config.policy.megatron:
+        from megastep.policy.model import check_megatron  # imports Megatron, for seconds
+
+        check_megatron(config)
 
 
 def _cause(error: Exception) -> Exception:
@@ -378,6 +386,10 @@ def _plan(args: argparse.Namespace) -> int:
     try:
         config = load(args.config, args.overrides, has_cuda=True)
         check_readable(config)
+        if config.policy.megatron:
+            from megastep.policy.megatron_settings import check_settings
+
+            check_settings(config)  # Megatron's own checks need the packages of a GPU node
     except UserError as error:
         return _invalid(error.problems)
 

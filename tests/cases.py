@@ -326,6 +326,31 @@ def _reset(worker, initial) -> None:
                 value.zero_()
 
 
+def learn_and_read(folder, layout: dict, settings: dict, root) -> dict:
+    """Two calls of `learn` with two mini-batches each, and all that reads weights after them.
+
+    Metrics of the updates; the gradient buckets; on rank 0 the exported tensors; logprobs of this
+    rank's micro-batches under the weights and, in `reloaded`, under those of a checkpoint.
+    """
+    worker = make_worker(folder, layout, settings)
+    batches = next_token_batches(worker)
+    metrics = []
+    exported = []
+    for _ in range(2):
+        metrics += [update.metrics for update in worker.learn([batches, batches])]
+        exported.append({name: tensor.numpy().copy() for name, tensor in worker.hf_tensors()})
+    worker.save(root, LoopState(1))
+    logprobs = worker.logprobs(batches)
+    worker.load(Path(root) / "step_1")
+    return {
+        "metrics": [{k: m[f"train/{k}"] for k in ("loss", "grad_norm")} for m in metrics],
+        "buckets": [len(b.buckets) for chunk in worker.chunks for b in chunk.buffers],
+        "exported": exported,
+        "logprobs": logprobs,
+        "reloaded": worker.logprobs(batches),
+    }
+
+
 # ---------------------------------------------------------------- the learner and its worker
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 # By module: what it chooses.
 SEAMS = {
     "megastep/policy/model.py": "Transformer Engine's or Megatron's local layers, and fusions",
+    "megastep/policy/megatron_settings.py": "defaults of Megatron's fusions and overlap",
+    "megastep/policy/optimizer.py": "the same for the optimizer",
     "megastep/policy/attention.py": "FlexAttention and Transformer Engine, or torch for CPU",
     "megastep/distributed/parallel.py": "device and communication backend: nccl or gloo",
     "megastep/distributed/cpu.py": "replacements of torch.cuda on a CPU",

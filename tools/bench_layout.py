@@ -449,7 +449,7 @@ def bare_megatron(policy, tokens: torch.Tensor):
     with patched((model, "TrieAttention", SdpaAttention), (model, "PolicyModel", model.GPTModel)):
         chunks = model.build_model(policy.arch, policy.config.policy)
     load_hf(chunks, policy.arch, RandomWeights(policy.arch, seed=0))
-    chunks = model.wrap_for_training(chunks, "fp32")
+    chunks = model.wrap_for_training(chunks, policy.config.policy)
     chunks[0].module.config.finalize_model_grads_func = worker._finalize_sums
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megastep import redaction
+from megastep.config import megatron
 from megastep.config.schema import (
     FLOAT_LIMIT,
     GPU_BACKENDS,
@@ -59,6 +60,8 @@ def validate(
     _check_fields(config, problems)
     _check_rollout(config, problems)
     _check_recomputation(config.policy, problems)
+    _check_megatron(config, problems)
+    _check_fp8(config, problems)
     _check_optimizer(config, problems)
     _check_loss(config.loss, problems)
     _check_run(config, problems)
@@ -165,7 +168,7 @@ def _check_fields(config: Config, problems: _Problems) -> None:
     for key, found in settings().items():
         value = value_of(config, key)
         choices = found.metadata["choices"]
-        if choices is not None:
+        if choices is not None and value is not None:
             problems.check(value in choices, key, value, f"must be one of {', '.join(choices)}")
         bounds = found.metadata["bounds"]
         if value is not None and any(bound is not None for bound in bounds.values()):
@@ -257,6 +260,54 @@ def _check_recomputation(policy: PolicyConfig, problems: _Problems) -> None:
         offloaded,
         "Megatron offloads activations without pipeline parallelism only",
     )
+
+
+def _check_megatron(config: Config, problems: _Problems) -> None:
+    """Names that break an invariant; the installed Megatron is asked by megatron_settings.py."""
+    policy = config.policy
+    for name, value in policy.megatron.items():
+        key = f"policy.megatron.{name}"
+        if name in megatron.REFUSED:
+            problems.reject(key, value, f"refused: {megatron.REFUSED[name]}")
+        if name == "moe_router_fusion" and value and config.routing_replay.enabled:
+            problems.reject(
+                key,
+                value,
+                "a fused router selects its experts without asking for the recorded ones; needs "
+                "routing_replay.enabled=false",
+            )
+        if name in megatron.NEEDS_CUDA and value:
+            problems.need_cuda(key, value, "there is no GPU here; leave it out")
+        problems.check(
+            policy.fp8 is not None or not name.startswith("fp8_"), key, value, "needs policy.fp8"
+        )
+    if policy.megatron.get("moe_token_dispatcher_type") == "flex":
+        key = "policy.megatron.moe_token_dispatcher_type"
+        problems.need_cuda(key, "flex", "needs DeepEP or HybridEP, and there is no GPU here")
+        ranks = policy.parallel.expert * policy.parallel.expert_tensor_size
+        problems.check(ranks > 1, key, "flex", "needs policy.parallel.expert > 1")
+
+
+def _check_fp8(config: Config, problems: _Problems) -> None:
+    policy = config.policy
+    if policy.fp8 is not None:
+        problems.need_cuda(
+            "policy.fp8", policy.fp8, "needs Transformer Engine, and there is no GPU here"
+        )
+        problems.check(
+            policy.precision == "bf16", "policy.fp8", policy.fp8, "needs policy.precision=bf16"
+        )
+        problems.check(
+            policy.parallel.context == 1,
+            "policy.fp8",
+            policy.fp8,
+            "needs policy.parallel.context = 1: shards of sequences are not whole FP8 blocks",
+        )
+    quantization = config.engine.quantization
+    if quantization is not None:
+        problems.need_cuda(
+            "engine.quantization", quantization, "needs vLLM's GPU kernels, and there is no GPU"
+        )
 
 
 def _check_optimizer(config: Config, problems: _Problems) -> None:
@@ -452,6 +503,13 @@ def _check_model(config: Config, arch: Architecture, problems: _Problems) -> Non
         )
     _check_experts(parallel, arch, "model", problems)
     _check_stages(parallel, arch, "model", problems)
+    for name, value in config.policy.megatron.items():
+        problems.check(
+            arch.experts is not None or not name.startswith("moe_"),
+            f"policy.megatron.{name}",
+            value,
+            "the model has no experts; leave it out",
+        )
     offloaded = config.policy.activation_offload_layers
     problems.check(
         offloaded < arch.layers,
@@ -778,6 +836,12 @@ def training_warnings(config: Config) -> list[str]:
         found.append(
             "loss.reduction = token: loss.type = gspo has one ratio per model call, so that long "
             "calls weigh more; the paper weighs calls equally: loss.reduction = step"
+        )
+    if config.engine.quantization and config.policy_loss.importance_sampling.mode == "none":
+        found.append(
+            f"engine.quantization = {config.engine.quantization}: rollouts sample from other "
+            "probabilities than the trainer's; loss.importance_sampling.mode = truncate corrects "
+            "for them"
         )
     mini_batch = config.mini_batch_prompts
     batch = config.rollout.prompts

@@ -168,6 +168,12 @@ class PolicyConfig:
     precision: str = setting(
         "fp32", "fp32, or bf16 with fp32 master weights", choices=("fp32", "bf16")
     )
+    fp8: str | None = setting(
+        None,
+        "matrix products of the layers in FP8, by a recipe of Transformer Engine; weights stay in"
+        " bf16 (needs a GPU; not run yet)",
+        choices=("blockwise", "mxfp8", "tensorwise", "delayed"),
+    )
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recompute: list[str] = setting(
         factory=list,
@@ -189,6 +195,18 @@ class PolicyConfig:
         limit=1000,
     )
     moe_z_loss_coef: float = setting(0.0, "router z-loss", ge=0, limit=1000)
+    megatron: dict[str, Any] = setting(
+        factory=dict,
+        meaning="fields of Megatron's TransformerConfig, DistributedDataParallelConfig and"
+        " OptimizerConfig by their own names, such as {overlap_grad_reduce: true}; see"
+        " docs/gpus.md",
+    )
+
+    @property
+    def align_tokens(self) -> int:
+        """Micro-batches have a multiple of this many tokens: equal shards, whole FP8 blocks."""
+        block = {None: 1, "mxfp8": 32}.get(self.fp8, 16)
+        return self.parallel.tensor * block
 
 
 @dataclass
@@ -201,6 +219,11 @@ class EngineConfig:
     max_sequences: int = setting(64, "concurrent calls per engine", ge=1, limit=1 << 20)
     gpu_memory_utilization: float = setting(
         0.6, "fraction of each GPU's memory for weights and KV cache", gt=0, lt=1
+    )
+    quantization: str | None = setting(
+        None,
+        "fp8: vLLM quantizes the weights of every weight sync (needs a GPU; not run yet)",
+        choices=("fp8",),
     )
     cpu_kv_gb: float = setting(1.0, "KV cache of an engine on a CPU, in GB", gt=0, limit=1 << 16)
     start_timeout_s: int = setting(600, "time limit of an engine's start", gt=0, limit=SECONDS)
@@ -599,7 +622,7 @@ def settings() -> dict[str, Field]:
 
 @cache
 def open_keys() -> list[str]:
-    """Keys that hold mappings of any content: env.options, rollout.template."""
+    """Keys that hold mappings of any content, such as env.options."""
     return [key for key, found in settings().items() if get_origin(found.type) is dict]
 
 

@@ -18,6 +18,7 @@ from megastep.config import Config
 from megastep.models.architecture import Architecture, read_architecture
 from megastep.plan.activations import Layer, head_bytes
 from megastep.plan.model_states import ModelStates, model_states
+from megastep.policy.megatron_settings import supports_deepep
 from megastep.policy.model import PRECISIONS
 from megastep.weights.mapping import param_mappings
 
@@ -26,6 +27,11 @@ H100_GIB = 79.6
 RESERVE_GIB = 6.0
 ENGINE_WORK_GIB = 4.0
 ASLEEP_GIB = 1.0
+GPUS_PER_NODE = 8  # that NVLink connects
+# Tokens that a channel of DeepEP receives at once from a rank.
+DEEPEP_TOKENS = 256
+DEEPEP_TOKENS_ACROSS_NODES = 720  # the largest of its configurations
+DEEPEP_RDMA_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Stage:
     head_peak: int  # hidden states and logits at the head
     reference_peak: int  # the policy's weights while the KL's reference takes their place
     teacher: int  # weights of the teacher of a distillation
+    extras: int  # of Transformer Engine and DeepEP; they stay while a colocated engine works
     host: int  # in CPU memory
 
     @property
@@ -52,7 +59,7 @@ class Stage:
     @property
     def policy(self) -> int:
         states = self.states.weights + self.states.gradients + self.optimizer
-        return states + self.teacher + self.activations
+        return states + self.teacher + self.extras + self.activations
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ class Plan:
 
     def rollout_bytes(self, stage: Stage) -> int:
         """Of a GPU of this stage, while a colocated engine works."""
-        policy = stage.states.weights + stage.teacher + stage.optimizer_in_rollout
+        policy = stage.states.weights + stage.teacher + stage.extras + stage.optimizer_in_rollout
         return int(policy + RESERVE_GIB * GIB + self.engine.budget)
 
     @property
@@ -124,6 +131,7 @@ class Plan:
             "optimizer": stage.optimizer,
             "activations": stage.activations,
             "the teacher's weights": stage.teacher,
+            "FP8 copies of weights": stage.states.fp8_copies,
         }
         name, size = max(parts.items(), key=lambda item: item[1])
         return f"training on stage {stage.number + 1}: mostly {name}, {gib(size)} GiB"
@@ -292,6 +300,10 @@ def stage_memory(
         host += states.weights
     offloaded = config.optimizer.cpu_offload_fraction
     optimizer = int(states.optimizer * (1 - offloaded))
+    fuses_gradients = policy.megatron.get("gradient_accumulation_fusion", cuda)
+    extras = states.fp8_copies + dispatcher_bytes(config, arch) if cuda else 0
+    if fuses_gradients:
+        extras += states.placeholders
     return Stage(
         number=number,
         states=states,
@@ -300,12 +312,35 @@ def stage_memory(
         optimizer_in_rollout=optimizer if offloaded > 0 else 0,
         kept=int(sum(kept[:on_device])),
         in_flight=flight,
-        layer_peak=int(backward * tokens + states.largest_weight),
+        layer_peak=int(backward * tokens + (0 if fuses_gradients else states.largest_weight)),
         head_peak=head_peak,
         reference_peak=int(reference_peak),
         teacher=teacher,
+        extras=extras,
         host=int(host),
     )
+
+
+def dispatcher_bytes(config: Config, arch: Architecture) -> int:
+    """Buffers of DeepEP, at most, as its csrc/config.hpp computes them.
+
+    Whether the GPU nodes have DeepEP is unknown here: without it there are none.
+    """
+    policy = config.policy
+    default = "flex" if supports_deepep(policy) else "alltoall"
+    dispatcher = policy.megatron.get("moe_token_dispatcher_type", default)
+    if arch.experts is None or dispatcher != "flex":
+        return 0
+    ranks = policy.parallel.expert * policy.parallel.expert_tensor_size
+    nodes = -(-ranks // GPUS_PER_NODE)
+    channels = policy.megatron.get("moe_deepep_num_sms", 20) // 2
+    # Hidden state, source, and room for 128 experts' indices, weights and scales.
+    token_bytes = arch.hidden * 2 + 16 + 128 * (8 + 4 + 4)
+    if nodes == 1:
+        return channels * ranks * DEEPEP_TOKENS * token_bytes
+    nvlink = channels * GPUS_PER_NODE * DEEPEP_TOKENS_ACROSS_NODES * token_bytes
+    rdma = channels * nodes * DEEPEP_RDMA_TOKENS * token_bytes * 2
+    return nvlink + rdma
 
 
 def _optimizer_on_host(config: Config, states: ModelStates) -> float:
@@ -330,11 +365,20 @@ def in_flight(pipeline: int, virtual: int, stage: int, micro_batches: int) -> fl
     return min(chunks, micro_batches * virtual) / virtual
 
 
+def engine_weights(config: Config, arch: Architecture) -> int:
+    """Bytes; engine.quantization leaves the embedding and the head in the policy's precision."""
+    itemsize = PRECISIONS[config.policy.precision].itemsize
+    if config.engine.quantization is None:
+        return parameters(arch) * itemsize
+    outside = arch.vocab * arch.hidden * (1 if arch.tied else 2)
+    return parameters(arch) - outside + outside * itemsize
+
+
 def engine_memory(config: Config, gpu_gib: float) -> EngineMemory:
     arch = read_architecture(config.model.path)
     itemsize = PRECISIONS[config.policy.precision].itemsize
     tensor = config.engine.tensor_parallel
-    weights = parameters(arch) * itemsize // tensor
+    weights = engine_weights(config, arch) // tensor
     budget = int(config.engine.gpu_memory_utilization * gpu_gib * GIB)
     kv_heads = max(arch.kv_heads // tensor, 1)
     return EngineMemory(

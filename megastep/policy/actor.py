@@ -65,9 +65,7 @@ class PolicyRank:
         from megastep.sync.sender import Sender
 
         config = self.config
-        parallel.start(
-            config.policy.parallel, rank, config.policy.ranks, address, self._listener
-        )
+        parallel.start(config.policy.parallel, rank, config.policy.ranks, address, self._listener)
         self.worker = PolicyWorker(config)
         self.sender = Sender(self.worker.chunks, self.worker.arch, config, backend)
         return parallel.place().data

@@ -283,6 +283,7 @@ def _arguments(config: Config, setup: Setup) -> dict:
         skip_tokenizer_init=True,  # token ids in, token ids out
         generation_config="vllm",  # no sampling defaults from the model's folder
         dtype=_DTYPES[config.policy.precision],
+        quantization=engine.quantization,  # not run on a GPU yet
         load_format="auto" if setup.own_weights else "dummy",
         max_model_len=max_model_len,
         max_num_seqs=engine.max_sequences,

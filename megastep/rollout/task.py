@@ -135,7 +135,7 @@ def conversations(config: Config, renderer: Renderer) -> list[Group]:
     assert source is not None
     groups = read_conversations(source, renderer, config.warm_start.trajectories)
     try:
-        check_lengths(groups, config.budget_tokens, config.policy.parallel.tensor)
+        check_lengths(groups, config.budget_tokens, config.policy.align_tokens)
     except ValueError as error:
         raise DataError(f"{source}: {error}") from None
     return groups
