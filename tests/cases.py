@@ -55,9 +55,9 @@ def make_worker(folder, layout: dict, settings: dict | None = None) -> PolicyWor
     return PolicyWorker(config)
 
 
-def next_token_batches(worker: PolicyWorker):
+def next_token_batches(worker: PolicyWorker, sequences: int = 4):
     """This rank's micro-batches of some_tokens; all but the first tokens train, weighed equally."""
-    tokens = some_tokens().numpy().astype(np.int32)
+    tokens = some_tokens(sequences).numpy().astype(np.int32)
     weight = 1 / tokens[:, 1:].size
     samples = [
         Sample(step(0, t[:1], t[1:]), i, 0, advantage=1.0, weight=weight)
@@ -76,7 +76,8 @@ def next_token_batches(worker: PolicyWorker):
 
 
 def next_token_step(worker: PolicyWorker) -> dict[str, float]:
-    metrics = worker.update(next_token_batches(worker)).metrics
+    (update,) = worker.learn([next_token_batches(worker)])
+    metrics = update.metrics
     return {name: metrics[f"train/{name}"] for name in ("loss", "grad_norm", "lr")}
 
 
@@ -306,7 +307,7 @@ def _update_from(
         p.tensor,
         p.pipeline if p.virtual > 1 else 1,
     )
-    update = worker.update(batches[place.data])
+    (update,) = worker.learn([batches[place.data]])
     assert update.skipped is None
     result = {
         name: update.metrics[f"train/{name}"] for name in ("loss", "grad_norm", "tokens_trained")
@@ -327,17 +328,19 @@ def _reset(worker, initial) -> None:
 
 
 def learn_and_read(folder, layout: dict, settings: dict, root) -> dict:
-    """Two calls of `learn` with two mini-batches each, and all that reads weights after them.
+    """Two calls of `learn` with mini-batches of different sizes, and all that reads weights after.
 
     Metrics of the updates; the gradient buckets; on rank 0 the exported tensors; logprobs of this
     rank's micro-batches under the weights and, in `reloaded`, under those of a checkpoint.
     """
     worker = make_worker(folder, layout, settings)
-    batches = next_token_batches(worker)
+    batches = next_token_batches(worker, sequences=4)
+    more_batches = next_token_batches(worker, sequences=12)
+    assert len(batches) < len(more_batches)
     metrics = []
     exported = []
     for _ in range(2):
-        metrics += [update.metrics for update in worker.learn([batches, batches])]
+        metrics += [update.metrics for update in worker.learn([batches, more_batches])]
         exported.append({name: tensor.numpy().copy() for name, tensor in worker.hf_tensors()})
     worker.save(root, LoopState(1))
     logprobs = worker.logprobs(batches)
@@ -349,6 +352,23 @@ def learn_and_read(folder, layout: dict, settings: dict, root) -> dict:
         "logprobs": logprobs,
         "reloaded": worker.logprobs(batches),
     }
+
+
+def megatrons_settings(folder, layout: dict, settings: dict) -> dict:
+    """Megatron's configs of a worker as dictionaries, and the learning rates of an update."""
+    worker = make_worker(folder, layout, settings)
+    next_token_step(worker)
+    return {
+        "TransformerConfig": _plain_fields(worker._megatron),
+        "DistributedDataParallelConfig": _plain_fields(worker.chunks[0].ddp_config),
+        "OptimizerConfig": _plain_fields(worker.optimizer.chained_optimizers[0].config),
+        "rates": sorted({group["lr"] for group in worker.optimizer.param_groups}),
+    }
+
+
+def _plain_fields(config) -> dict:
+    plain = (bool, int, float, str, type(None))
+    return {name: value for name, value in vars(config).items() if isinstance(value, plain)}
 
 
 # ---------------------------------------------------------------- the learner and its worker

@@ -20,6 +20,7 @@ from megastep import redaction
 from megastep.config import megatron
 from megastep.config.schema import (
     FLOAT_LIMIT,
+    FP8_RECIPES,
     GPU_BACKENDS,
     INT_LIMIT,
     AdvantageConfig,
@@ -290,7 +291,7 @@ def _check_megatron(config: Config, problems: _Problems) -> None:
 
 def _check_fp8(config: Config, problems: _Problems) -> None:
     policy = config.policy
-    if policy.fp8 is not None:
+    if policy.fp8 in FP8_RECIPES:
         problems.need_cuda(
             "policy.fp8", policy.fp8, "needs Transformer Engine, and there is no GPU here"
         )
@@ -303,10 +304,9 @@ def _check_fp8(config: Config, problems: _Problems) -> None:
             policy.fp8,
             "needs policy.parallel.context = 1: shards of sequences are not whole FP8 blocks",
         )
-    quantization = config.engine.quantization
-    if quantization is not None:
+    if config.engine.quantization == "fp8":
         problems.need_cuda(
-            "engine.quantization", quantization, "needs vLLM's GPU kernels, and there is no GPU"
+            "engine.quantization", "fp8", "needs vLLM's GPU kernels, and there is no GPU here"
         )
 
 

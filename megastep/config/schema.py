@@ -14,6 +14,7 @@ from megastep.models.architecture import Architecture
 
 REQUIRED = "???"  # OmegaConf's mark for a value that must be given
 GPU_BACKENDS = ("nccl", "ipc")  # of sync.backend
+FP8_RECIPES = ("blockwise", "mxfp8", "tensorwise", "delayed")  # TransformerConfig.fp8_recipe
 
 # Sanity limits. Larger values are typing errors or would hang; the real limits are those of the
 # model and of the cluster, which other checks and `megastep plan` know.
@@ -172,7 +173,7 @@ class PolicyConfig:
         None,
         "matrix products of the layers in FP8, by a recipe of Transformer Engine; weights stay in"
         " bf16 (needs a GPU; not run yet)",
-        choices=("blockwise", "mxfp8", "tensorwise", "delayed"),
+        choices=FP8_RECIPES,
     )
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recompute: list[str] = setting(

@@ -48,13 +48,20 @@ class Stage:
     head_peak: int  # hidden states and logits at the head
     reference_peak: int  # the policy's weights while the KL's reference takes their place
     teacher: int  # weights of the teacher of a distillation
-    extras: int  # of Transformer Engine and DeepEP; they stay while a colocated engine works
+    # Of Transformer Engine and DeepEP, also while a colocated engine works:
+    fp8_copies: int
+    placeholders: int
+    dispatcher: int
     host: int  # in CPU memory
 
     @property
     def activations(self) -> int:
         """At the peak; those of a layer, the head and the reference never coincide."""
         return max(self.kept + self.layer_peak, self.kept + self.head_peak, self.reference_peak)
+
+    @property
+    def extras(self) -> int:
+        return self.fp8_copies + self.placeholders + self.dispatcher
 
     @property
     def policy(self) -> int:
@@ -131,7 +138,7 @@ class Plan:
             "optimizer": stage.optimizer,
             "activations": stage.activations,
             "the teacher's weights": stage.teacher,
-            "FP8 copies of weights": stage.states.fp8_copies,
+            "FP8 copies of weights": stage.fp8_copies,
         }
         name, size = max(parts.items(), key=lambda item: item[1])
         return f"training on stage {stage.number + 1}: mostly {name}, {gib(size)} GiB"
@@ -301,9 +308,6 @@ def stage_memory(
     offloaded = config.optimizer.cpu_offload_fraction
     optimizer = int(states.optimizer * (1 - offloaded))
     fuses_gradients = policy.megatron.get("gradient_accumulation_fusion", cuda)
-    extras = states.fp8_copies + dispatcher_bytes(config, arch) if cuda else 0
-    if fuses_gradients:
-        extras += states.placeholders
     return Stage(
         number=number,
         states=states,
@@ -316,7 +320,9 @@ def stage_memory(
         head_peak=head_peak,
         reference_peak=int(reference_peak),
         teacher=teacher,
-        extras=extras,
+        fp8_copies=states.fp8_copies,
+        placeholders=states.placeholders if fuses_gradients else 0,
+        dispatcher=dispatcher_bytes(config, arch) if cuda else 0,
         host=int(host),
     )
 

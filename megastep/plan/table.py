@@ -93,19 +93,19 @@ def _column(plan: Plan, stage: Stage) -> dict[str, str]:
         holds += " + embedding"
     if states.has_head:
         holds += " + head"
-    more = {"teacher's weights": gib(stage.teacher)} if stage.teacher else {}
-    if states.fp8_copies:
-        more["FP8 copies of weights"] = gib(states.fp8_copies)
-    rest = stage.extras - states.fp8_copies
-    if rest:
-        more["fused gradients, DeepEP"] = gib(rest)
+    further = {
+        "teacher's weights": stage.teacher,
+        "FP8 copies of weights": stage.fp8_copies,
+        "fused gradients": stage.placeholders,
+        "DeepEP": stage.dispatcher,
+    }
     column = {
         "holds": holds,
         "parameters, 1e9": f"{states.parameters / 1e9:.2f}",
         "weights": gib(states.weights),
         "gradients": gib(states.gradients),
         "optimizer": gib(stage.optimizer),
-        **more,
+        **{name: gib(size) for name, size in further.items() if size},
         "activations, peak": gib(stage.activations),
         "  kept for backward": gib(stage.kept),
         "  micro-batches in flight": f"{stage.in_flight:g}",
