@@ -268,8 +268,8 @@ def _check_megatron(config: Config, problems: _Problems) -> None:
     policy = config.policy
     for name, value in policy.megatron.items():
         key = f"policy.megatron.{name}"
-        if name in megatron.REFUSED:
-            problems.reject(key, value, f"refused: {megatron.REFUSED[name]}")
+        if name in megatron.REJECTED:
+            problems.reject(key, value, f"not accepted: {megatron.REJECTED[name]}")
         if name == "moe_router_fusion" and value and config.routing_replay.enabled:
             problems.reject(
                 key,

@@ -5,7 +5,7 @@ is checked without Megatron: policy/megatron_settings.py compares the other name
 with the installed version.
 """
 
-_REFUSED = {
+_REJECTED = {
     "the model folder decides it": """
         num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
         softmax_scale softmax_type normalization layernorm_epsilon layernorm_zero_centered_gamma
@@ -109,7 +109,7 @@ _REFUSED = {
         attention_softmax_in_fp32 apply_query_key_layer_scaling""",
 }
 
-REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
+REJECTED = {name: reason for reason, names in _REJECTED.items() for name in names.split()}
 
 # Settings that need a GPU or its packages.
 NEEDS_CUDA = (

@@ -119,7 +119,7 @@ def _of_rank(config: Config, arch: Architecture, rank: int, world: int) -> Model
 
 
 def _fp8_copies(config: Config, elements: int) -> int:
-    """Transformer Engine keeps them from one micro-batch to the next, unless it is told not to."""
+    """Transformer Engine caches them over the micro-batches of an update, by default."""
     policy = config.policy
     if policy.fp8 is None or policy.megatron.get("disable_parameter_transpose_cache"):
         return 0

@@ -5,7 +5,7 @@
     OptimizerConfig                 Adam
 
 A name that several of them have goes to each: overlap_param_gather, config_logger_dir. Names that
-would break an invariant are refused in config/megatron.py. The defaults on CUDA are those of
+would break an invariant are rejected in config/megatron.py. The defaults on CUDA are those of
 Megatron's own recipes; none has run on a GPU yet.
 """
 
@@ -21,7 +21,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megastep.config import REFUSED_MEGATRON, Config, PolicyConfig
+from megastep.config import REJECTED_MEGATRON, Config, PolicyConfig
 from megastep.errors import ConfigError
 from megastep.models.architecture import Architecture
 from megastep.text import shown
@@ -117,7 +117,7 @@ def _names(kind: type) -> list[str]:
 
 
 def _hint(name: str) -> str:
-    accepted = [n for kind in KINDS for n in _names(kind) if n not in REFUSED_MEGATRON]
+    accepted = [n for kind in KINDS for n in _names(kind) if n not in REJECTED_MEGATRON]
     near = difflib.get_close_matches(name, accepted, n=1, cutoff=0.6)
     return (
         f"did you mean {near[0]}?"

@@ -7,7 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from megastep.config import REFUSED_MEGATRON, Config, ParallelConfig, PolicyConfig, load
+from megastep.config import REJECTED_MEGATRON, Config, ParallelConfig, PolicyConfig, load
 from megastep.config.megatron import NEEDS_CUDA
 from megastep.errors import ConfigError
 from megastep.models.architecture import read_architecture
@@ -57,7 +57,7 @@ def test_unknown_names_and_wrong_types_are_rejected(name, value, problem):
     assert line.startswith(f"policy.megatron.{name}") and problem in line, line
 
 
-def test_no_refused_name_is_suggested():
+def test_no_rejected_name_is_suggested():
     (line,) = problems(hidden_dropou=0.1)
     assert "hidden_dropout?" not in line
 
@@ -75,12 +75,12 @@ def test_values_of_the_fields_types_are_accepted(given):
     check_settings(config)
 
 
-def test_every_refused_name_exists():
+def test_every_rejected_name_exists():
     """A name that an upgrade of Megatron removes is unknown anyway: remove it from the table."""
-    assert REFUSED_MEGATRON.keys() <= NAMES and set(NEEDS_CUDA) <= NAMES - REFUSED_MEGATRON.keys()
+    assert REJECTED_MEGATRON.keys() <= NAMES and set(NEEDS_CUDA) <= NAMES - REJECTED_MEGATRON.keys()
 
 
-def test_all_that_megastep_sets_itself_is_refused():
+def test_all_that_megastep_sets_itself_is_rejected():
     """Except the defaults, which policy.megatron replaces."""
     assigned = set()
     for module in (model, optimizer):
@@ -90,10 +90,10 @@ def test_all_that_megastep_sets_itself_is_refused():
                     assigned |= {keyword.arg for keyword in call.keywords}
     own = (assigned - {None}) & NAMES
     assert {"calculate_per_token_loss", "lr", "average_in_collective", "num_moe_experts"} <= own
-    assert own <= REFUSED_MEGATRON.keys()
+    assert own <= REJECTED_MEGATRON.keys()
 
 
-@pytest.mark.parametrize("name", sorted(NAMES - REFUSED_MEGATRON.keys()))
+@pytest.mark.parametrize("name", sorted(NAMES - REJECTED_MEGATRON.keys()))
 def test_every_accepted_name_is_passed_on(name):
     for kind in KINDS:
         if name in {found.name for found in fields(kind)}:
@@ -108,11 +108,11 @@ REPLAYED = "a fused router selects its experts without asking for the recorded o
 @pytest.mark.parametrize(
     "override, problem",
     [
-        ("hidden_dropout=0.1", "hidden_dropout = 0.1: refused: logprobs would be random"),
+        ("hidden_dropout=0.1", "hidden_dropout = 0.1: not accepted: logprobs would be random"),
         ("moe_expert_capacity_factor=1.5", "the tokens that share its micro-batch"),
         ("calculate_per_token_loss=false", "losses are weighted sums"),
-        ("num_layers=3", "num_layers = 3: refused: the model folder decides it"),
-        ("tensor_model_parallel_size=2", "refused: policy.parallel decides it"),
+        ("num_layers=3", "num_layers = 3: not accepted: the model folder decides it"),
+        ("tensor_model_parallel_size=2", "not accepted: policy.parallel decides it"),
         ("moe_router_fusion=true", f"moe_router_fusion = True: {REPLAYED}"),
         ("moe_permute_fusion=true", "there is no GPU here"),
         ("moe_token_dispatcher_type=flex", "needs DeepEP or HybridEP, and there is no GPU here"),
