@@ -3,7 +3,8 @@
     policy rank     weights, gradients, optimizer (model_states.py), activations (activations.py)
     engine GPU      weights, KV cache
     colocated       training while the engine sleeps; rollouts while the policy is offloaded, except
-                    its weights
+                    its weights; weight syncs without the KV cache
+    weight sync     buffers of both sides (weight_sync.py)
 
 Constants that only a GPU could measure: RESERVE_GIB for CUDA, NCCL and allocator fragmentation,
 ENGINE_WORK_GIB for vLLM's largest forward pass, ASLEEP_GIB for a sleeping engine.
@@ -18,6 +19,7 @@ from megastep.config import Config
 from megastep.models.architecture import Architecture, read_architecture
 from megastep.plan.activations import Layer, head_bytes
 from megastep.plan.model_states import ModelStates, model_states
+from megastep.plan.weight_sync import SyncMemory, sync_memory
 from megastep.policy.model import PRECISIONS
 from megastep.weights.mapping import param_mappings
 
@@ -80,6 +82,7 @@ class Plan:
     arch: Architecture
     stages: list[Stage]
     engine: EngineMemory
+    sync: SyncMemory
     gpu_bytes: int
     trajectory_tokens: int
     parameters: int
@@ -96,6 +99,21 @@ class Plan:
         policy = stage.states.weights + stage.teacher + stage.optimizer_in_rollout
         return int(policy + RESERVE_GIB * GIB + self.engine.budget)
 
+    def weight_sync_bytes(self, stage: Stage) -> int:
+        """Of a GPU of this stage, during a weight sync; a colocated engine has no KV cache then."""
+        sent = self.sync.rank_0 if stage.number == 0 else self.sync.every_rank
+        if self.config.cluster.colocate:
+            policy = stage.states.weights + stage.teacher + stage.optimizer_in_rollout
+            engine = ASLEEP_GIB * GIB + self.engine.weights + self.sync.engine
+            return int(policy + sent + engine + RESERVE_GIB * GIB)
+        policy = stage.states.weights + stage.states.gradients + stage.optimizer + stage.teacher
+        return int(policy + sent + RESERVE_GIB * GIB)
+
+    @property
+    def engine_sync_bytes(self) -> int:
+        """Of a disaggregated engine's GPU, during a weight sync; no forward pass runs then."""
+        return int(self.engine.budget - ENGINE_WORK_GIB * GIB + self.sync.engine)
+
     @property
     def training_fits(self) -> bool:
         """Whether training fits; engines may still not."""
@@ -110,6 +128,10 @@ class Plan:
             if self.config.cluster.colocate:
                 excess = self.rollout_bytes(stage) - self.gpu_bytes
                 found.append((excess, self._rollout_problem(stage)))
+            excess = self.weight_sync_bytes(stage) - self.gpu_bytes
+            found.append((excess, self._sync_problem(stage)))
+        if not self.config.cluster.colocate:
+            found.append((self.engine_sync_bytes - self.gpu_bytes, self._engine_sync_problem()))
         engine = self.engine
         if not engine.holds_a_call:
             excess = engine.context_tokens * engine.kv_per_token - engine.kv_cache
@@ -138,6 +160,19 @@ class Plan:
             f"leaves no room for {what}"
         )
 
+    def _sync_problem(self, stage: Stage) -> str:
+        problem = f"weight sync on stage {stage.number + 1}: buffers of {gib(self.sync.buffer)} GiB"
+        if self.config.cluster.colocate:
+            problem += f" and {gib(self.sync.engine)} GiB in the engine"
+        return problem
+
+    def _engine_sync_problem(self) -> str:
+        utilization = self.config.engine.gpu_memory_utilization
+        return (
+            f"weight sync: engine.gpu_memory_utilization = {utilization} leaves no room for "
+            f"{gib(self.sync.engine)} GiB of received weights"
+        )
+
     def _engine_problem(self) -> str:
         return (
             f"engine: no room for the KV cache of one call of {self.engine.context_tokens} tokens; "
@@ -148,6 +183,7 @@ class Plan:
     def free_bytes(self) -> int:
         """Of the policy's fullest GPU; disaggregated engines use a fixed fraction of theirs."""
         used = [self.training_bytes(stage) for stage in self.stages]
+        used += [self.weight_sync_bytes(stage) for stage in self.stages]
         if self.config.cluster.colocate:
             used += [self.rollout_bytes(stage) for stage in self.stages]
         return self.gpu_bytes - max(used)
@@ -211,6 +247,7 @@ def make_plan(
             for number, (of_stage, teacher) in enumerate(zip(states, teacher_bytes(config)))
         ],
         engine=engine_memory(config, gpu_gib),
+        sync=sync_memory(config, arch),
         gpu_bytes=int(gpu_gib * GIB),
         trajectory_tokens=trajectory_tokens,
         parameters=parameters(arch),

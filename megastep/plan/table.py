@@ -84,6 +84,7 @@ def _column(plan: Plan, stage: Stage) -> dict[str, str]:
     }
     if plan.config.cluster.colocate:
         column["rollout, total"] = gib(plan.rollout_bytes(stage))
+    column["weight sync, total"] = gib(plan.weight_sync_bytes(stage))
     column["CPU memory per rank"] = gib(stage.host)
     return column
 
@@ -108,11 +109,21 @@ def _batch(plan: Plan) -> list[str]:
         f"{plan.batch_tokens / 1e6:.1f}e6 tokens",
         f"an optimizer step: {plan.micro_batches} micro-batches per rank, "
         f"pipeline bubble {plan.bubble:.0%}",
-        f"a weight sync: {gib(plan.sync_bytes)} GiB into each engine",
+        _weight_sync(plan),
     ]
     if plan.routing_bytes:
         lines.append(f"routing of a batch: {gib(plan.routing_bytes)} GiB")
     return lines
+
+
+def _weight_sync(plan: Plan) -> str:
+    line = f"a weight sync: {gib(plan.sync_bytes)} GiB into each engine"
+    if plan.sync.buffer:
+        line += (
+            f", buffers of {gib(plan.sync.buffer)} GiB (sync.bucket_mb = "
+            f"{plan.config.sync.bucket_mb}, largest tensor {gib(plan.sync.largest_tensor)} GiB)"
+        )
+    return f"{line}; {gib(plan.sync.engine)} GiB more on its GPUs meanwhile"
 
 
 def _verdict(plan: Plan) -> list[str]:

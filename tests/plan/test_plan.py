@@ -10,6 +10,7 @@ import yaml
 from megastep import cli
 from megastep.config import Config, ParallelConfig, load
 from megastep.models.architecture import parse_architecture, read_architecture
+from megastep.plan import table
 from megastep.plan.activations import Layer
 from megastep.plan.model_states import model_states
 from megastep.plan.planning import GIB, in_flight, make_plan, micro_batches_per_rank, stage_memory
@@ -414,6 +415,53 @@ def test_x8_the_column_of_a_stage_adds_up():
     for stage in plan.stages:
         model_states = stage.states.weights + stage.states.gradients + stage.optimizer
         assert plan.training_bytes(stage) == model_states + stage.activations + 7 * GIB
+
+
+@pytest.mark.parametrize(
+    ("recipe", "largest"), [("qwen3-8b", 151936 * 4096 * 2), ("qwen3-32b", 151936 * 5120 * 2)]
+)
+def test_x8_the_buffer_of_a_weight_sync_holds_the_largest_tensor(recipe, largest):
+    """An embedding; with a larger sync.bucket_mb the buffer has its size."""
+
+    def plan(*given: str):
+        return make_plan(load(f"configs/h100/{recipe}.yaml", list(given), has_cuda=True))
+
+    small = plan("sync.bucket_mb=64")
+    assert small.sync.buffer == small.sync.largest_tensor == largest
+    text = table.text(small)
+    assert "(sync.bucket_mb = 64, largest tensor 1." in text and ", buffers of 1." in text
+    large = plan("sync.bucket_mb=4096")
+    assert large.sync.buffer == 4 * GIB
+    # Two buckets of gathered weights and the buffer.
+    more = large.weight_sync_bytes(large.stages[0]) - small.weight_sync_bytes(small.stages[0])
+    assert more == 3 * (4 * GIB - largest)
+
+
+def test_x8_vllm_keeps_the_experts_of_a_layer_during_a_weight_sync():
+    """Whole, and once more as the worker's shard; a KV cache in addition would not fit."""
+    plan = make_plan(load("configs/h100/qwen3-235b-a22b.yaml", has_cuda=True))
+    experts = 128 * 3 * 4096 * 1536 * 2
+    assert plan.sync.engine == experts + experts // plan.config.engine.tensor_parallel
+    fullest = max(plan.weight_sync_bytes(stage) for stage in plan.stages)
+    assert fullest < plan.gpu_bytes < fullest + plan.engine.kv_cache
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "problem"),
+    [
+        ("qwen3-8b", "sync.bucket_mb=20000", "weight sync on stage 1: buffers of 19.5 GiB and 2.3"),
+        (
+            "qwen3-235b-a22b-disaggregated",
+            "engine.gpu_memory_utilization=0.95",
+            "weight sync: engine.gpu_memory_utilization = 0.95 leaves no room for 9.7 GiB",
+        ),
+    ],
+)
+def test_x8_a_weight_sync_must_fit_too(recipe, change, problem):
+    path = f"configs/h100/{recipe}.yaml"
+    assert not make_plan(load(path, has_cuda=True)).problems()
+    problems = make_plan(load(path, [change], has_cuda=True)).problems()
+    assert any(line.startswith(problem) for line in problems), problems
 
 
 def test_x8_a_teacher_counts_its_weights():
