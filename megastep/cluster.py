@@ -123,8 +123,19 @@ class Cluster:
     def _sync_one(self, handle: Any, serve: Callable[[], None]) -> None:
         """Weight sync to one restarted engine, which serves before the next sync."""
         with self._syncing:
-            self.policy.sync_weights([handle])
+            self._first_sync([handle])
             serve()
+
+    def _first_sync(self, handles: list) -> None:
+        """Weight sync to engines that do not serve yet.
+
+        A new engine has its KV cache. Colocated, it sleeps first, as before any other sync: the
+        policy's buffers and vLLM's copies of a layer need the memory.
+        """
+        self.engines.call(handles, "sleep")
+        self.engines.call(handles, "wake", "weights")
+        self.policy.sync_weights(handles)
+        self.engines.call(handles, "wake", "kv_cache")
 
     # ------------------------------------------------------------ Ray
 
@@ -228,7 +239,7 @@ class Cluster:
             self.engines.start()
             if self.with_policy:
                 with self._syncing:
-                    self.policy.sync_weights([slot.handle for slot in self.engines.slots])
+                    self._first_sync([slot.handle for slot in self.engines.slots])
             self.engines.open()
 
     def _spawn_engine(self, index: int):

@@ -116,6 +116,10 @@ class Fleet:
     def wake(self, what: str) -> None:
         self._run(self._each("wake", what))
 
+    def call(self, handles: list[Any], method: str, *arguments) -> None:
+        """Call engines that do not serve yet; raises if one dies or does not answer."""
+        self._run(self._call(handles, method, *arguments))
+
     def close(self) -> None:
         """Calls in flight raise."""
         self._closing = True
@@ -272,6 +276,16 @@ class Fleet:
         await asyncio.get_running_loop().run_in_executor(
             None, self._refresh, slot.handle, serve_now
         )
+
+    async def _call(self, handles: list[Any], method: str, *arguments) -> None:
+        timeout_s = self._settings.request_timeout_s
+        calls = [_result(getattr(handle, method).remote(*arguments)) for handle in handles]
+        try:
+            await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
+        except TimeoutError:
+            raise EngineError(
+                f"an engine did not answer to {method} in engine.request_timeout_s = {timeout_s}"
+            ) from None
 
     async def _each(self, method: str, *arguments) -> None:
         """Call every serving engine; one that dies is lost and raises nothing."""
