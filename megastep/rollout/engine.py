@@ -239,7 +239,10 @@ def _unlink_shared_memory() -> None:
     import psutil
 
     for process in psutil.Process().children(recursive=True):
-        paths = {mapped.path for mapped in process.memory_maps()}
+        try:
+            paths = {mapped.path for mapped in process.memory_maps()}
+        except psutil.NoSuchProcess:  # a compile worker of torch, which ended meanwhile
+            continue
         for path in paths:
             if path.startswith("/dev/shm/"):
                 Path(path).unlink(missing_ok=True)
