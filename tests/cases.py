@@ -408,6 +408,30 @@ def bucket_sizes(folder, settings: dict) -> list[int]:
     return [bucket.nbytes for bucket in ShmTransport(sender, engines).buckets]
 
 
+def order_of_a_gather(folder, layout: dict) -> str:
+    """What `gather_hf` does, in order: b broadcast, w wait for the GPU, r read by the caller,
+    f memory of a tensor freed."""
+    from megastep.weights import megatron
+
+    worker = make_worker(folder, layout)
+    events: list[str] = []
+    broadcast = dist.broadcast
+
+    def record_broadcast(message, src):
+        events.append("b")
+        broadcast(message, src=src)
+
+    with (
+        mock.patch.object(megatron.parallel, "synchronize", lambda: events.append("w")),
+        mock.patch.object(megatron.dist, "broadcast", record_broadcast),
+    ):
+        for _, tensor in megatron.gather_hf(worker.chunks, worker.arch, bucket_bytes=1 << 18):
+            events.append("r")
+            weakref.finalize(tensor, events.append, "f")
+            del tensor
+    return "".join(events)
+
+
 # ---------------------------------------------------------------- logprobs, routing, failures
 
 
