@@ -40,6 +40,7 @@ SLOW = (
     "test_get_model.py",
     "test_meta.py",
     "test_random_init.py",
+    "test_transports.py",
     "test_export_loads_in_transformers_with_the_same_logits",
     "test_x8_estimates_match_a_run",
 )

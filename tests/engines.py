@@ -101,6 +101,26 @@ def export(rank, folder) -> None:
     rank.worker.export(folder)
 
 
+def abandon_a_sync(rank, handles) -> None:
+    """Send the first bucket of a weight sync, then end it."""
+    import torch.distributed as dist
+
+    from megastep.distributed import parallel
+    from megastep.sync.sender import Engines, _describe
+
+    transport = rank.sender._transport
+    engines = Engines(handles, rank.worker.step, rank.config.engine)
+    bucket = transport.buckets[0]
+    assert len(transport.buckets) > 1
+    transport._fill(bucket, 0, {})
+    dist.barrier()
+    if parallel.place().rank == 0:
+        engines.start_weight_update()
+        engines.call("update_weights", _describe(bucket, 0))
+        engines.call("abandon_weight_update")
+    dist.barrier()
+
+
 def corrupt_next_sync(rank) -> None:
     """Rank 0 writes one wrong number, after it has taken the checksum."""
     from megastep.distributed import parallel

@@ -17,6 +17,7 @@ SEAMS = {
     "megastep/checkpoint/saver.py": "the random state of the device, by Megatron's names",
     "megastep/sync/sender.py": "the weight-transfer backend: nccl and ipc, or shared memory",
     "megastep/sync/receiver.py": "the same in vLLM's workers",
+    "megastep/sync/nccl.py": "nothing: the abort of an nccl group",
     "megastep/rollout/engine.py": "the GPUs of an engine",
     "megastep/config/": "the backend of a placement, and what needs a GPU",
     "tools/gen_docs.py": "nothing: names requirements",

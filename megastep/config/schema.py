@@ -220,7 +220,11 @@ class SyncConfig:
         choices=("auto", "shm", "nccl", "ipc"),
     )
     bucket_mb: int = setting(
-        64, "size of a transfer bucket; a larger tensor has its own", ge=1, limit=1 << 17
+        64,
+        "size of a transfer bucket; a larger tensor has its own, which then is the size of the "
+        "buffers of ipc and nccl",
+        ge=1,
+        limit=1 << 17,
     )
     verify: bool = setting(False, "compare checksums on both sides")
 

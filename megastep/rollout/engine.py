@@ -197,6 +197,11 @@ class Engine:
                 call.runs.append([version, tokens])
 
     @exit_when_dead
+    async def abandon_weight_update(self) -> None:
+        """End an update whose weights did not all arrive; vLLM has no such call."""
+        await self.llm.collective_rpc("abandon_weight_update")
+
+    @exit_when_dead
     async def received_checksums(self) -> list[dict[str, int]]:
         """Of the last weight sync, one table per worker; empty without `sync.verify`."""
         return await self.llm.collective_rpc("received_checksums")

@@ -6,7 +6,7 @@ import torch
 
 from megastep.sync.checksum import add, checksum
 from megastep.weights.mapping import hf_slices, param_mappings, to_megatron
-from tests.engines import corrupt_next_sync, export, shake
+from tests.engines import abandon_a_sync, corrupt_next_sync, export, shake
 from tests.models import some_tokens
 
 LAYOUTS = {
@@ -106,6 +106,20 @@ def test_no_stale_kv_cache_is_served(rollouts, models):
     assert [g.ids.tolist() for g in new] == [g.ids.tolist() for g in elsewhere]
     for a, b in zip(new, elsewhere):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_after_an_abandoned_weight_update_the_next_is_complete(rollouts, models, tmp_path):
+    """Layers that received some of their weights start again; experts are packed in place."""
+    rollouts.lay(models("qwen3_moe")[0], dict(tensor=2))
+    rollouts.cluster.sync()
+    rollouts.on_ranks(shake, 8)
+    rollouts.fleet.pause()
+    rollouts.on_ranks(abandon_a_sync, rollouts.fleet.serving())
+    rollouts.cluster.sync()
+    rollouts.on_ranks(export, tmp_path / "hf")
+    prompts = some_tokens()
+    expected, _ = greedy_with_transformers(tmp_path / "hf", prompts)
+    assert [g.ids.tolist() for g in rollouts.ask(prompts)] == expected
 
 
 def test_verify_detects_a_wrong_value(rollouts, models):
