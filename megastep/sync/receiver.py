@@ -54,9 +54,10 @@ class CheckedReload:
     def start_weight_update(self) -> None:
         self.checksums: dict[str, int] = {}
         self._packed: list[PackedExperts] = []
+        self._kernels: list[tuple[Any, Any]] = []
         initialize_layerwise_reload(self.model)
         if self.device.type == "cpu":
-            self._packed = reload_packed_experts(self.model)
+            self._packed, self._kernels = reload_packed_experts(self.model)
         self._load_weights: Callable = self.model.load_weights
         self.model.load_weights = self._load  # called by every backend
 
@@ -68,6 +69,8 @@ class CheckedReload:
         vars(self.model).pop("load_weights", None)
         for experts in self._packed:
             experts.finish()
+        for method, kernel in self._kernels:
+            method.moe_kernel = method.moe_kernel or kernel
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -163,21 +166,25 @@ class PackedExperts:
         return len(self.received) == 3 * len(self.layer.w2_weight)
 
 
-def reload_packed_experts(model: torch.nn.Module) -> list[PackedExperts]:
-    """The layers that are packed in place.
+def reload_packed_experts(
+    model: torch.nn.Module,
+) -> tuple[list[PackedExperts], list[tuple[Any, Any]]]:
+    """The layers that are packed in place, and (method, kernel) of the others.
 
     vLLM reloads the others. It packs experts only when it creates their kernel: the existing kernel
     is removed, or the update would leave the experts unchanged.
     """
     packed = []
+    kernels = []
     for layer in model.modules():
         if not isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
             continue
         if PackedExperts.supports(layer):
             packed.append(PackedExperts(layer))
         else:
+            kernels.append((layer.quant_method, layer.quant_method.moe_kernel))
             layer.quant_method.moe_kernel = None
-    return packed
+    return packed, kernels
 
 
 # ---------------------------------------------------------------- backends
