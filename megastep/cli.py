@@ -7,12 +7,14 @@ line per problem); 75 stopped by SIGTERM with a checkpoint to resume from; 130 i
 import argparse
 import contextlib
 import errno
+import json
 import math
 import os
 import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -62,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_commands(commands)
     _add_plan(commands)
     _add_view(commands)
+    _add_doctor(commands)
     add_commands(commands)
     return parser
 
@@ -200,6 +203,20 @@ def _add_view(commands) -> None:
         type=Path,
         help="the tokenizer for a rollout file (default: show ids)",
     )
+
+
+def _add_doctor(commands) -> None:
+    doctor = _add(
+        commands,
+        "doctor",
+        _doctor,
+        "check this machine and this installation",
+        "Versions, GPUs, NCCL, Transformer Engine, vLLM, shared memory, limits, Ray and Slurm, "
+        "each with a verdict (ok, warning, problem) and what to do; also without a GPU. Exit "
+        "code: 0 if there is no problem, 1 otherwise.",
+        "doctor --json",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def _versions() -> str:
@@ -429,6 +446,26 @@ def _view(args: argparse.Namespace) -> int:
     for path in written:
         print(path)
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from megastep.doctor import Verdict, examine, summary, table_line
+
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not args.json:
+            print(table_line(finding), flush=True)
+    if args.json:
+        report = {
+            "megastep": megastep.__version__,
+            "python": sys.version.split()[0],
+            "findings": [asdict(finding) for finding in findings],
+        }
+        print(json.dumps(report, indent=1))
+    else:
+        print(summary(findings))
+    return 1 if any(finding.verdict == Verdict.PROBLEM for finding in findings) else 0
 
 
 def _invalid(problems: list[str]) -> int:
