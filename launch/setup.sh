@@ -18,6 +18,8 @@ digest="$(cat "$pins" "$root/pyproject.toml" | sha256sum)"
 want="${digest%% *} $root"
 installed() { [[ -x "$venv/bin/python" && -f "$stamp" && "$(<"$stamp")" == "$want" ]]; }
 if installed; then exit 0; fi
+# An environment of setup-gpu.sh also serves local.sh and test.sh.
+if [[ -x "$venv/bin/python" && -f "$venv/.installed-gpu" ]]; then exit 0; fi
 
 # A second process waits here for the first.
 mkdir -p "$venv"
