@@ -128,7 +128,7 @@ def test_transformer_engine_is_compiled_against_the_installed_torch(project):
     compiled = commands[position(commands, gpu_extra()["transformer-engine"])]
     assert "--no-build-isolation" in compiled and "NVTE_PYTORCH_FORCE_BUILD=TRUE" in compiled
     (headers,) = [word for word in compiled if word.startswith("CPATH=")]
-    version = "%d.%d" % sys.version_info[:2]
+    version = "{}.{}".format(*sys.version_info)
     site_packages = f".venv/lib/python{version}/site-packages/nvidia"
     folders = [
         f"{project.root}/{site_packages}/{name}/include" for name in ("cu13", "cudnn", "nccl")
