@@ -1,6 +1,7 @@
 """Functions that test ranks run. Each builds its policy under a parallel layout."""
 
 import errno
+import gc
 import hashlib
 import os
 import time
@@ -411,12 +412,12 @@ def bucket_sizes(folder, settings: dict) -> list[int]:
 # ---------------------------------------------------------------- logprobs, routing, failures
 
 
-def batches_of(worker, groups, budget_tokens: int = 4096):
+def batches_of(worker, groups, budget_tokens: int = 4096, pack_layout: str = "trie"):
     place = parallel.place()
     p = worker.config.policy.parallel
     rounds_of = p.pipeline if p.virtual > 1 else 1
     by_rank = update_rollouts.micro_batches(
-        groups, place.data_size, budget_tokens, "trie", p.tensor, rounds_of
+        groups, place.data_size, budget_tokens, pack_layout, p.tensor, rounds_of
     )
     return by_rank[place.data]
 
@@ -444,6 +445,26 @@ def logprobs_of(
     worker = make_worker(folder, layout, settings)
     batches = batches_of(worker, groups)
     return by_step(batches, worker.logprobs(batches))
+
+
+def train_a_little(
+    folder, layout: dict, groups, settings: dict, pack_layout: str, updates: int = 1
+) -> dict:
+    """Logprobs by step before and after some updates on these groups, and the metrics of each."""
+    worker = make_worker(folder, layout, {**UPDATE, **settings})
+    batches = batches_of(worker, groups, pack_layout=pack_layout)
+    before = by_step(batches, worker.logprobs(batches))
+    metrics = []
+    for _ in range(updates):
+        update = worker.update(batches)
+        assert update.skipped is None, update.skipped
+        metrics.append(update.metrics)
+    return {
+        "before": before,
+        "after": by_step(batches, worker.logprobs(batches)),
+        "metrics": metrics,
+        "memory": resident(worker),
+    }
 
 
 def old_logprobs(folder, layout: dict, groups, budget_tokens: int) -> dict:
@@ -722,6 +743,28 @@ def attach_to_fused_router(folder) -> str:
 # ---------------------------------------------------------------- memory
 
 
+def memory_while_offloaded(folder, layout: dict, settings: dict) -> dict[str, int]:
+    """Bytes of tensors on this rank's device: while training, offloaded, and onloaded again."""
+    worker, batches = worker_and_batches(folder, layout, settings, tokens=64, micro_batches=1)
+    worker.update(batches)
+    found = {"training": _device_bytes(worker)}
+    worker.offload()
+    found["offloaded"] = _device_bytes(worker)
+    worker.onload()
+    found["onloaded"] = _device_bytes(worker)
+    assert worker.update(batches).skipped is None
+    return found
+
+
+def _device_bytes(worker: PolicyWorker) -> int:
+    if torch.cuda.is_available():
+        gc.collect()
+        return torch.cuda.memory_allocated()
+    # Adam's state is in CPU memory before and after.
+    weights = sum(p.nbytes for p in worker._parameters())
+    return weights + sum(p.main_grad.untyped_storage().nbytes() for p in worker._parameters())
+
+
 def memory_of_update(
     folder, layout: dict, settings: dict, tokens: int, micro_batches: int
 ) -> dict[str, int]:
@@ -778,7 +821,12 @@ def resident(worker: PolicyWorker) -> dict[str, int]:
 
 
 def _peak_allocated(run) -> int:
-    """By torch's profiler: the peak of the sum of all allocations and releases."""
+    """On a CPU by torch's profiler: the peak of the sum of all allocations and releases."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:

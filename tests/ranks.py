@@ -12,6 +12,7 @@ import os
 import signal
 import traceback
 
+import torch
 import torch.multiprocessing as mp
 
 from megastep.distributed.ports import free_port
@@ -64,6 +65,7 @@ def serve(rank: int, world: int, pipe) -> None:
     import warnings
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["LOCAL_RANK"] = str(rank)  # the GPU, where there are any
     warnings.filterwarnings("ignore")
     from megastep.distributed import cpu
 
@@ -84,6 +86,8 @@ def serve(rank: int, world: int, pipe) -> None:
         parallel.stop()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # many small models fragment the heap
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # engines of other tests need it
 
 
 def let_go_of_models() -> None:

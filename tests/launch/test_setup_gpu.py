@@ -1,4 +1,5 @@
-"""X15: launch/setup-gpu.sh, with stand-ins for Python, pip and nvcc; launch/Dockerfile, parsed."""
+"""X15: launch/setup-gpu.sh and launch/test-gpu.sh, with stand-ins for Python, pip and nvcc;
+launch/Dockerfile, parsed."""
 
 import os
 import re
@@ -48,7 +49,8 @@ class Project:
     def __init__(self, root: Path):
         self.root = root
         self.calls_file = root / "calls"
-        for name in ("pyproject.toml", "launch/setup.sh", "launch/setup-gpu.sh"):
+        scripts = [f"launch/{name}.sh" for name in ("setup", "setup-gpu", "test-gpu")]
+        for name in ("pyproject.toml", *scripts):
             write(root / name, (ROOT / name).read_text())
         write(root / "launch/requirements-cpu.txt", "torch==2.13.0\n")
         write(root / "bin/python3.11", PYTHON)
@@ -244,6 +246,29 @@ def test_help(project):
     project.run("--help")
     for word in ("--apex", "--deep-ep", "--dry-run", "MAX_JOBS", "exit code"):
         assert word in project.output
+
+
+# ---------------------------------------------------------------- launch/test-gpu.sh
+
+
+def test_the_tests_need_an_environment(project):
+    assert "run launch/setup-gpu.sh" in project.run(script="test-gpu.sh", code=2)
+
+
+def test_the_tests_run_after_the_doctor_and_write_their_result(project):
+    project.run()
+    environment = 'echo "$MEGASTEP_GPU_RESULTS $CUDA_DEVICE_MAX_CONNECTIONS" >>"$CALLS"\n'
+    write(project.root / ".venv/bin/python", VENV_PYTHON + environment)
+    project.run("-x", "-k", "attention", script="test-gpu.sh")
+    doctor, tests, variables = project.calls
+    assert (doctor, tests) == ("doctor", "-m pytest tests/gpu -rs -x -k attention")
+    assert variables == "gpu-results.json 1"
+
+
+def test_the_tests_do_not_start_on_a_machine_with_a_problem(project):
+    project.run()
+    errors = project.run(script="test-gpu.sh", code=1, FAIL="doctor")
+    assert project.calls == ["doctor"] and "solve the problems above" in errors
 
 
 # ---------------------------------------------------------------- lint

@@ -117,3 +117,18 @@ def test_verify_detects_a_wrong_value(rollouts, models):
     rollouts.on_ranks(lambda rank: rank.restore())
     rollouts.cluster.sync()
     assert len(rollouts.ask(some_tokens(2))) == 2
+
+
+def test_checks_of_a_gpu_node_on_these_engines(rollouts, models, tmp_path):
+    """tests/gpu compares engines with the policy in this way: within its limits, and beyond them
+    if an engine has other weights."""
+    from tests.gpu.checks import change_and_sync, engine_errors
+    from tests.gpu.expected import EXPECTED
+
+    rollouts.lay(models("qwen3_moe")[0], dict(tensor=2))
+    change_and_sync(rollouts, seed=11)
+    errors = engine_errors(rollouts, tmp_path / "synced")
+    assert all(error <= EXPECTED[f"sync/{name}"].limit for name, error in errors.items()), errors
+    rollouts.on_ranks(shake, 12)  # without a weight sync
+    errors = engine_errors(rollouts, tmp_path / "changed")
+    assert all(error > EXPECTED[f"sync/{name}"].limit for name, error in errors.items()), errors
