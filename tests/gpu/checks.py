@@ -15,7 +15,7 @@ from megastep.policy.attention import _compiled_flex, _TrieAttention, blocks_of,
 from megastep.types import Group, LossTable, Trie
 from tests.engines import GREEDY, Rollouts, export, shake
 from tests.models import some_tokens
-from tests.policy.updates import plain_logprobs
+from tests.policy.updates import forced, plain_logprobs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -122,13 +122,22 @@ def logprob_errors(
     In bf16: as multiples of transformers' own in bf16, which depend on the model and on its
     lengths; both against fp32 with weights rounded to bf16.
     """
-    in_precision = copy.deepcopy(model).to(DTYPES[precision])
-    exact = expected_logprobs(copy.deepcopy(in_precision).float(), groups, replay)
+    in_precision = with_weights_in(DTYPES[precision], model)
+    exact = expected_logprobs(with_weights_in(torch.float32, in_precision), groups, replay)
     errors = differences(found, exact)
     if precision == "fp32":
         return errors
     others = differences(expected_logprobs(in_precision, groups, replay), exact)
     return {name: error / others[name] for name, error in errors.items()}
+
+
+def with_weights_in(dtype: torch.dtype, model):
+    """A copy. Its buffers stay in fp32: rounded rotary frequencies would be those of other
+    positions, more so the longer the sequence."""
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return copied
 
 
 @torch.no_grad()
@@ -181,7 +190,8 @@ def engine_errors(rollouts: Rollouts, folder) -> dict[str, float]:
     """Greedy tokens of every engine against transformers with the policy's weights.
 
     logprobs: largest difference for the engine's own tokens. regret: what a token's logprob lacks
-    to the best one's. Tokens themselves are not compared: in TF32 a tie may fall either way.
+    to the best one's. Tokens themselves are not compared, and transformers uses the engine's
+    routing: vLLM's attention kernel has TF32 products, so that a tie may fall either way.
     """
     from transformers import AutoModelForCausalLM
 
@@ -192,7 +202,9 @@ def engine_errors(rollouts: Rollouts, folder) -> dict[str, float]:
     for prompt, generation in zip(prompts, rollouts.ask(prompts), strict=True):
         assert len(generation.ids) == GREEDY.max_tokens
         ids = torch.from_numpy(generation.ids).long()
-        logits = model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1]
+        routing = generation.routing  # [P+R-1, L, K]
+        with forced(model, None if routing is None else torch.from_numpy(routing)):
+            logits = model(torch.cat([prompt, ids])[None, :-1]).logits[0, len(prompt) - 1 :]
         logprobs = logits.log_softmax(-1)  # [R, vocab]
         chosen = logprobs.gather(1, ids[:, None])[:, 0]
         gap = np.abs(generation.logprobs - chosen.numpy()).max()
