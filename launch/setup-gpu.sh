@@ -182,10 +182,10 @@ compile() { # VARIABLE=value ... REQUIREMENT
 
 # ---------------------------------------------------------------- installation
 
-# pip takes a partly written package for an installed one: reinstall after an interrupt. The packages of setup.sh are
-# those of a CPU.
+# pip takes a partly written package for an installed one: without a stamp everything is installed again, also over the
+# packages of setup.sh, which are those of a CPU. `unfinished` is for setup.sh, which must not update what is left here.
 if [[ -z "$dry_run" ]]; then
-    if [[ ! -x "$venv/bin/python" || -e "$unfinished" || ! -f "$stamp" || "$(<"$stamp")" != *" $root" ]]; then
+    if [[ ! -x "$venv/bin/python" || ! -f "$stamp" || "$(<"$stamp")" != *" $root" ]]; then
         log "installing into .venv with $python: 15 GB"
         touch "$unfinished"
         find "$venv/" -mindepth 1 -maxdepth 1 ! -name .lock ! -name .unfinished -exec rm -rf {} +

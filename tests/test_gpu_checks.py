@@ -12,10 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megastep.config import validate
 from tests import cases
 from tests.gpu import checks
 from tests.gpu.expected import EXPECTED
 from tests.gpu.results import Results
+from tests.gpu.test_3_layouts import CONTEXT_LAYOUTS as CONTEXT
+from tests.gpu.test_3_layouts import HALF_OFFLOADED, LAYOUTS, LONG
+from tests.gpu.test_5_engines import SCENES, config_of
 from tests.policy.updates import make_groups
 
 CPU = torch.device("cpu")
@@ -109,6 +113,29 @@ def test_memory_of_an_offloaded_policy(ranks, models):
     weights = sum(p.nbytes for p in models(MODEL)[1].parameters())
     assert found["offloaded"] / weights <= EXPECTED["offload/policy/memory"].limit
     assert found["onloaded"] == found["training"] > 1.5 * found["offloaded"]
+
+
+@pytest.mark.parametrize(
+    "world, layout, settings",
+    [
+        *((world, layout, {}) for world, layout in LAYOUTS.values()),
+        *((world, layout, {"train.pack_layout": "flat"}) for world, layout in CONTEXT.values()),
+        (1, {}, HALF_OFFLOADED),
+    ],
+)
+def test_configs_of_the_layout_tests_are_valid(world, layout, settings, models):
+    settings = checks.policy_settings("bf16", replay=True) | settings | {"policy.ranks": world}
+    config = cases.make_config(models(MODEL, **LONG)[0], layout, settings)
+    assert validate(config, has_cuda=True) == []
+
+
+@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
+def test_configs_of_the_engine_tests_are_valid(scene, models):
+    """For machines with GPUs, of which they use as many as their mark has."""
+    config = config_of(scene, models("qwen3_moe")[0])
+    assert validate(config, has_cuda=True) == []
+    of_engines = 0 if config.cluster.colocate else scene.engines * scene.tensor_parallel
+    assert scene.gpus == scene.ranks + of_engines
 
 
 # ---------------------------------------------------------------- the command and its result

@@ -33,7 +33,7 @@ EXPECTED = {
     "layouts/bf16/grad_norm": Figure(3e-2, "gradient norm of an update, relative"),
     "layouts/bf16/after": Figure(0.5, "logprobs after the update"),
     "offload/half/after": Figure(
-        1e-3, "cpu_offload_fraction 0.5 against 0: logprobs after 3 updates"
+        0.3, "cpu_offload_fraction 0.5 against 0 in bf16: logprobs after 3 updates"
     ),
     "offload/half/memory": Figure(0.65, "its optimizer state on the GPU, of that with 0"),
     "offload/all/memory": Figure(0.0, "the same for cpu_offload_fraction 1"),

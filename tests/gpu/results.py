@@ -22,7 +22,7 @@ class Results:
         name = report.nodeid.removeprefix("tests/gpu/")
         found = self.tests.setdefault(name, {"outcome": "passed", "seconds": 0.0})
         found["seconds"] = round(found["seconds"] + report.duration, 2)
-        if report.outcome != "passed" and found["outcome"] != "failed":
+        if report.outcome != "passed":
             found["outcome"] = report.outcome
         if report.user_properties:
             found["figures"] = dict(report.user_properties)

@@ -20,6 +20,7 @@ LAYOUTS = {
 }
 # bf16 only: Transformer Engine has no fp32 kernel for context parallelism.
 CONTEXT_LAYOUTS = {"cp2": (2, dict(context=2)), "cp2_tp2": (4, dict(context=2, tensor=2))}
+HALF_OFFLOADED = {"optimizer.cpu_offload_fraction": 0.5}  # validation needs bf16
 
 
 def with_gpus(layouts: dict) -> list:
@@ -92,11 +93,11 @@ def test_d2_full_recomputation_with_tensor_and_pipeline_parallelism(train, figur
 
 
 def test_x8_half_of_the_optimizer_on_the_cpu_trains_the_same(train, figure):
-    """optimizer.cpu_offload_fraction = 0.5: torch's Adam on the CPU, a fused one on the GPU."""
+    """torch's Adam on the CPU, a fused one on the GPU."""
     from tests.gpu.checks import differences, merged
 
-    (whole,) = train(1, {}, "fp32", updates=3)
-    (half,) = train(1, {}, "fp32", updates=3, **{"optimizer.cpu_offload_fraction": 0.5})
+    (whole,) = train(1, {}, "bf16", updates=3)
+    (half,) = train(1, {}, "bf16", updates=3, **HALF_OFFLOADED)
     figure("offload/half/after", differences(merged([half], "after"), whole["after"])["max"])
     assert half["memory"]["optimizer"] > 0
     figure("offload/half/memory", half["memory"]["optimizer"] / whole["memory"]["optimizer"])

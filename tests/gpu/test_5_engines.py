@@ -57,6 +57,7 @@ def config_of(scene: Scene, folder):
     config.engine.num_engines = scene.engines
     config.engine.tensor_parallel = scene.tensor_parallel
     config.engine.max_model_len = 64
+    config.rollout.max_response_tokens = 32
     config.engine.max_sequences = 8
     config.engine.gpu_memory_utilization = GPU_SHARE
     config.engine.health_every_s = 1.0

@@ -190,9 +190,11 @@ def test_a_failure_is_named_with_its_log_and_repeated(fails, message, project):
     assert message in last and "full log: " in last
     assert "ERROR: no matching distribution" in errors
     assert not (project.root / ".venv/.installed-gpu").exists()
+    assert (project.root / ".venv/.unfinished").exists()  # for setup.sh
     (project.root / ".venv/partly-written").touch()
     project.run()
     assert len(installs(project)) == 4 and not (project.root / ".venv/partly-written").exists()
+    assert not (project.root / ".venv/.unfinished").exists()
 
 
 def test_problems_of_the_machine_do_not_fail_the_installation(project):
