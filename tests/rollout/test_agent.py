@@ -709,10 +709,8 @@ def test_c11_a_blocked_interval_is_reported_while_it_lasts(where, who, warnings,
             stuck("close")
 
     renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
-    history = renderer.history
-    monkeypatch.setattr(
-        renderer, "history", lambda messages: stuck("template") or history(messages)
-    )
+    begin = renderer.begin
+    monkeypatch.setattr(renderer, "begin", lambda messages: stuck("template") or begin(messages))
     agent = Agent(
         chats.ScriptedEngine(renderer, [THINKING]),
         renderer,
