@@ -130,10 +130,10 @@ def test_another_safetensors_file_is_rejected(tmp_path):
 
 
 def test_a_newer_version_is_rejected(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "VERSION", 3)
+    monkeypatch.setattr(store, "VERSION", 4)
     write(tmp_path / "f", small())
     monkeypatch.undo()
-    check_rejected(tmp_path / "f", "version 3 of the format, this megastep reads up to 2")
+    check_rejected(tmp_path / "f", "version 4 of the format, this megastep reads up to 3")
 
 
 def test_a_missing_file_and_a_folder_are_rejected(tmp_path):
