@@ -127,10 +127,25 @@ def _generate(
             def on_trajectory(trajectory: Trajectory) -> None:
                 bar.add(sampled_tokens(trajectory), succeeded(trajectory))
 
-            groups = asyncio.run(_stoppable(pool.run(prompts, on_trajectory)))
+            groups = _run(pool.run(prompts, on_trajectory))
             tokens_per_s = bar.tokens_per_s
     check_not_all_failed(groups)
     return groups, tokens_per_s
+
+
+def _run(work: Coroutine) -> Any:
+    """The result of `work`, or Stopped after SIGTERM.
+
+    The main task returns None: asyncio.run puts SIGINT's handler back, for which `signal` formats
+    the one that it replaces, and with it the result of the main task.
+    """
+    results = []
+
+    async def keep_result() -> None:
+        results.append(await _stoppable(work))
+
+    asyncio.run(keep_result())
+    return results[0]
 
 
 async def _stoppable(work: Coroutine) -> Any:
