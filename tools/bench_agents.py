@@ -7,15 +7,15 @@
                  and chat; 8 samples per prompt
 
 What is left is the cost of the project itself: rendering, tokenization, bookkeeping of routing and
-event loop. Seconds are CPU seconds of the process, all its threads, the best of some rounds.
+event loop. Seconds are CPU seconds of the process, all its threads, the best of `--rounds`.
 
     driver       Pool and Agent in one process
+    forgetful    the same, with an encoder that keeps nothing; for chat_32k_50 only
 
-    python tools/bench_agents.py [--modes chat] [--prompts 8] [--turns 8 50] [--rounds 3]
+    python tools/bench_agents.py [--modes chat] [--prompts 8] [--turns 8 50] [--rounds 1]
 
-`speedup_chat_32k_50`: against rendering and encoding that remember nothing, in the same process.
-The last line is JSON: {"driver": {CASE: {"calls_per_cpu_s", "cpu_ms_per_call"}},
-"speedup_chat_32k_50"}, with cases such as chat_32k_50.
+The last line is JSON: {SETUP: {CASE: {"calls_per_cpu_s", "cpu_ms_per_call"}},
+"speedup_chat_32k_50"}, with cases such as chat_32k_50; the speedup is driver over forgetful.
 """
 
 import os
@@ -31,8 +31,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count, product
+from itertools import count, product, starmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -42,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import Prompt
+from megastep.rollout.encoding import Encoder
 from megastep.rollout.env import Env, Outcome
 from megastep.rollout.generation import Generation, Sampling
 from megastep.rollout.pool import Pool
@@ -238,16 +240,62 @@ def driver(case: Case, texts: Texts, renderer: Renderer) -> Measured:
     return Measured(calls, cpu_s)
 
 
-SETUPS: dict[str, Callable[[Case, Texts, Renderer], Measured]] = {"driver": driver}
+def forgetful(case: Case, texts: Texts, renderer: Renderer) -> Measured:
+    renderer.encoder = Encoder(renderer.tokenizer, cache_bytes=0)
+    return driver(case, texts, renderer)
 
 
-def best(setup: str, case: Case, rounds: int, corpus: Corpus, make_renderer) -> Measured:
+SETUPS: dict[str, Callable[[Case, Texts, Renderer], Measured]] = {
+    "driver": driver,
+    "forgetful": forgetful,
+}
+COMPARED = Case("chat", 32, 50)
+
+
+def best(setup: str, case: Case, rounds: int, corpus: Corpus, tokenizer) -> Measured:
     found = []
     for _ in range(rounds):
-        renderer = make_renderer(case.mode)  # a new one: it has encoded nothing
-        texts = Texts.make(case, corpus, renderer.tokenizer)
+        renderer = Renderer(tokenizer, case.mode)  # a new one: it has encoded nothing
+        texts = Texts.make(case, corpus, tokenizer)
         found.append(SETUPS[setup](case, texts, renderer))
     return min(found, key=lambda measured: measured.cpu_s)
+
+
+Results = dict[str, dict[str, Measured]]  # by setup and case
+
+
+def measure(cases: list[Case], rounds: int, corpus: Corpus, tokenizer) -> Results:
+    print(f"\n{'case':16}{'setup':12}{'calls':>8}{'calls / CPU s':>16}{'CPU ms / call':>16}")
+    results: Results = {setup: {} for setup in SETUPS}
+    for case, setup in product(cases, SETUPS):
+        if setup == "forgetful" and case != COMPARED:
+            continue
+        measured = best(setup, case, rounds, corpus, tokenizer)
+        results[setup][case.name] = measured
+        print(
+            f"{case.name:16}{setup:12}{measured.calls:8}{measured.calls_per_cpu_s:16.1f}"
+            f"{measured.cpu_ms_per_call:16.3f}",
+            flush=True,
+        )
+    return results
+
+
+def summary(results: Results) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for setup, cases in results.items():
+        found[setup] = {
+            name: {
+                "calls_per_cpu_s": round(measured.calls_per_cpu_s, 1),
+                "cpu_ms_per_call": round(measured.cpu_ms_per_call, 3),
+            }
+            for name, measured in cases.items()
+        }
+    name = COMPARED.name
+    if name in results["forgetful"]:
+        before = results["forgetful"][name].cpu_ms_per_call
+        speedup = before / results["driver"][name].cpu_ms_per_call
+        found[f"speedup_{name}"] = round(speedup, 1)
+    return found
 
 
 def main() -> int:
@@ -264,24 +312,9 @@ def main() -> int:
     tokenizer = train_tokenizer(corpus)
     seconds = time.perf_counter() - begin_s
     print(f"tokenizer: {len(tokenizer)} tokens, trained in {seconds:.1f} s", flush=True)
-    print(f"\n{'case':16}{'setup':10}{'calls':>8}{'calls / CPU s':>16}{'CPU ms / call':>16}")
-    results: dict[str, dict[str, dict[str, float]]] = {name: {} for name in SETUPS}
-    for mode, ktokens, turns in product(arguments.modes, arguments.prompts, arguments.turns):
-        case = Case(mode, ktokens, turns)
-        for setup in SETUPS:
-            measured = best(
-                setup, case, arguments.rounds, corpus, lambda mode: Renderer(tokenizer, mode)
-            )
-            print(
-                f"{case.name:16}{setup:10}{measured.calls:8}{measured.calls_per_cpu_s:16.1f}"
-                f"{measured.cpu_ms_per_call:16.3f}",
-                flush=True,
-            )
-            results[setup][case.name] = {
-                "calls_per_cpu_s": round(measured.calls_per_cpu_s, 1),
-                "cpu_ms_per_call": round(measured.cpu_ms_per_call, 3),
-            }
-    print(json.dumps(results))
+    cases = list(starmap(Case, product(arguments.modes, arguments.prompts, arguments.turns)))
+    results = measure(cases, arguments.rounds, corpus, tokenizer)
+    print(json.dumps(summary(results)))
     return 0
 
 

@@ -112,7 +112,7 @@ class Renderer:
         response, in addition to the tokenizer's eos."""
         self.tokenizer = tokenizer
         self.options = options or {}
-        self._encoder = Encoder(tokenizer)
+        self.encoder = Encoder(tokenizer)
         self.end_id: int = tokenizer.eos_token_id
         self.stop_ids = tuple(sorted({self.end_id, *stop_ids}))
         self._history_class = _HISTORIES[mode]
@@ -316,7 +316,7 @@ class Renderer:
     def encode(self, text: str) -> np.ndarray:
         # The template has already added the special tokens.
         try:
-            return np.concatenate([self._encoder.ids(piece) for piece in text.split(_MARK)])
+            return np.concatenate([self.encoder.ids(piece) for piece in text.split(_MARK)])
         except Exception as error:
             reason = _encoding_problem(text, error)
             raise RenderError(f"the tokenizer rejects the text: {reason}") from None

@@ -842,7 +842,7 @@ def test_s6_long_messages_are_encoded_in_a_thread_and_once_for_all_samples(mode,
     script = chats.ScriptedEngine(renderer, ["ab<|im_end|>"])
     limits = Limits(3, 10**6, 40, 60.0)
     agent = Agent(script, renderer, limits, Sampling(max_tokens=0))
-    encoder = renderer._encoder
+    encoder = renderer.encoder
     encode = encoder._encode
     threads = {}
 

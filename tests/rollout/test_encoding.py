@@ -229,12 +229,12 @@ def test_kept_encodings_are_limited():
     made = TOKENIZERS["byte_level-plain"]
     encoder = Encoder(made, cache_bytes=20_000)
     texts = [f"text {i} " + "ab" * 100 for i in range(200)]
-    for text in texts:
-        assert encoder.ids(text).tolist() == whole(made, text)
-        encoder.ids(texts[0])  # in use
-        assert sum(len(t) + ids.nbytes for t, ids in encoder._kept.items()) < 20_000
+    uses = [use for text in texts for use in (text, texts[0])]
+    asked = encoded(encoder, uses)
+    assert asked.count(texts[0]) == 1  # in use, and kept
     assert 10 < len(encoder._kept) < 100
-    assert encoded(encoder, [texts[0], texts[-1], texts[1]]) == [texts[1]]
+    assert sum(len(text) + ids.nbytes for text, ids in encoder._kept.items()) < 20_000
+    assert encoder.ids(texts[1]).tolist() == whole(made, texts[1]) and asked[-1] == texts[1]
 
 
 def test_a_text_larger_than_the_limit_is_not_kept():
@@ -295,8 +295,8 @@ def test_s6_histories_are_those_of_whole_encodings(case, contents):
     if RENDERERS[case] is None:
         kept = Renderer(chats.tokenizer(case[0]), case[1])
         plain = Renderer(chats.tokenizer(case[0]), case[1])
-        plain._encoder._backend = None
-        plain._encoder._cache_bytes = 0
+        plain.encoder._backend = None
+        plain.encoder._cache_bytes = 0
         RENDERERS[case] = kept, plain
     prompts = []
     for renderer in RENDERERS[case]:
