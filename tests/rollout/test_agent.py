@@ -819,7 +819,7 @@ def test_every_call_has_a_distinct_seed():
 
 
 @pytest.mark.parametrize("mode, kind", [("tokens", "qwen3"), ("chat", "qwen3"), ("chat", "llama3")])
-def test_d4_the_steps_of_an_episode_store_each_token_once(mode, kind):
+def test_the_steps_of_an_episode_store_each_token_once(mode, kind):
     """The size of a trajectory grows with its turns; qwen3 drops the thinking of each of them."""
     replies = [chats.EOS[kind].join(["<think>\nall hell\n</think>\n\nab" * 20, ""])]
     limits = Limits(
@@ -872,7 +872,7 @@ def test_s6_long_messages_are_encoded_in_a_thread_and_once_for_all_samples(mode,
         assert trajectory.steps[0].prompt_ids.tolist() == renderer.prompt_ids(messages).tolist()
 
 
-def test_s8_a_long_message_that_cannot_be_encoded_is_an_error_of_the_environment():
+def test_a_long_message_that_cannot_be_encoded_is_an_error_of_the_environment():
     trajectory, _, _ = run_episode(Talk(question="\ud83d" * 20_000))
     assert trajectory.stop_reason == "env_error"
     assert "lone surrogate" in trajectory.env_metrics["error"]

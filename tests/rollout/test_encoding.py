@@ -177,8 +177,8 @@ def test_s6_a_longer_conversation_costs_what_is_new(name):
 def test_s6_a_tokenizer_that_looks_at_the_beginning_of_a_text_encodes_it_whole(name):
     made = TOKENIZERS[f"{name}-plain"]
     assert encoded(Encoder(made), [FIRST, SECOND, FIRST]) == [FIRST, SECOND]
-    apart = [*whole(made, "<|im_end|>"), *whole(made, "ab")]
-    assert whole(made, "<|im_end|>ab") != apart  # it would be wrong
+    by_segment = [*whole(made, "<|im_end|>"), *whole(made, "ab")]
+    assert whole(made, "<|im_end|>ab") != by_segment  # it would be wrong
 
 
 def test_s6_other_tokenizers_encode_whole_texts():
