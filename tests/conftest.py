@@ -25,6 +25,7 @@ CLUSTERS = (
     "test_end_to_end.py",
     "test_sender.py",
     "test_fleet.py",
+    "test_workers.py",
     "test_pretrained.py",
 )
 ONE_WORKER = CLUSTERS[:6]  # half of the run time

@@ -9,7 +9,7 @@ import ray
 from megastep.cluster import Cluster
 from megastep.config import Config, ParallelConfig
 from megastep.distributed.ports import free_port
-from megastep.rollout.generation import Generation, Sampling
+from megastep.rollout.generation import Generation, Sampling, Session
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 
@@ -25,7 +25,8 @@ class Rollouts:
         self, prompts, sampling: Sampling = GREEDY, sessions=None, **routing
     ) -> list[Generation]:
         """One call per prompt, all at once."""
-        sessions = sessions or [f"{id(prompts)}-{i}" for i in range(len(prompts))]
+        names = sessions or [f"{id(prompts)}-{i}" for i in range(len(prompts))]
+        sessions = [Session(name, 0) for name in names]
 
         async def all_of_them():
             return await asyncio.gather(

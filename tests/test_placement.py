@@ -91,7 +91,8 @@ def test_a_weight_sync_pauses_calls_or_waits_for_them(finish_calls, monkeypatch)
         pause=lambda finish: happened.append(f"pause {finish}"),
         wake=lambda what: happened.append(f"wake {what}"),
         resume=lambda: happened.append("resume"),
-        serving=lambda: ["engine"],
+        ready=lambda: ["engine"],
+        serve=lambda engines: happened.append(f"serve {engines}"),
     )
     one._policy = SimpleNamespace(
         sync_weights=lambda engines: happened.append(f"sync to {engines}") or 12
@@ -103,6 +104,7 @@ def test_a_weight_sync_pauses_calls_or_waits_for_them(finish_calls, monkeypatch)
         "sync to ['engine']",
         "wake kv_cache",
         "resume",
+        "serve ['engine']",
     ]
 
 

@@ -119,7 +119,17 @@ class RolloutConfig:
         ge=1,
         limit=1 << 20,
     )
+    workers: int | None = setting(
+        None,
+        "agent workers, processes that run episodes; 0: the driver runs them; default: 0 without a "
+        "GPU, else by concurrency and spare CPUs",
+        ge=0,
+        limit=1 << 12,
+    )
     env_timeout_s: float = setting(60.0, "time limit of one environment call", gt=0, limit=SECONDS)
+    env_threads: int = setting(
+        256, "threads of a process for blocking environment calls", ge=1, limit=1 << 14
+    )
     max_observation_chars: int = setting(
         200_000, "characters of one observation; a longer one is an environment error", ge=1
     )
@@ -205,11 +215,21 @@ class EngineConfig:
     cpu_kv_gb: float = setting(1.0, "KV cache of an engine on a CPU, in GB", gt=0, limit=1 << 16)
     start_timeout_s: int = setting(600, "time limit of an engine's start", gt=0, limit=SECONDS)
     request_timeout_s: int = setting(
-        600, "time limit of one call; beyond it the engine counts as hung", gt=0, limit=SECONDS
+        3600,
+        "time limit of one call, vLLM's queue included; beyond it the call is aborted and its "
+        "trajectory fails",
+        gt=0,
+        limit=SECONDS,
+    )
+    progress_timeout_s: float = setting(
+        300.0,
+        "an engine that has calls and samples nothing for so long is restarted",
+        gt=0,
+        limit=SECONDS,
     )
     health_every_s: float = setting(10.0, "interval of health checks", gt=0, limit=SECONDS)
     health_timeout_s: float = setting(60.0, "time limit of a health check", gt=0, limit=SECONDS)
-    restarts: int = setting(3, "restarts per engine", ge=0, limit=10**6)
+    restarts: int = setting(3, "restarts per engine and hour", ge=0, limit=10**6)
 
 
 @dataclass

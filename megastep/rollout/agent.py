@@ -49,7 +49,7 @@ from megastep.rollout.env import (
     checked_outcome,
     checked_start,
 )
-from megastep.rollout.generation import Generate, Generation, Sampling
+from megastep.rollout.generation import Generate, Generation, Sampling, Session
 from megastep.rollout.renderer import Renderer
 from megastep.rollout.watch import BLOCKED_S, LoopWatch, timed, warn, watched
 from megastep.samples.validation import recorded_tokens
@@ -101,7 +101,7 @@ class Agent:
     watch: LoopWatch = field(default_factory=LoopWatch)
 
     async def run_episode(
-        self, make_env: Callable[[], Env], group_id: int, index: int, session: str
+        self, make_env: Callable[[], Env], group_id: int, index: int, session: Session
     ) -> Trajectory:
         """Never raises for a failing environment or engine. Cancellation closes the environment."""
         episode = _Episode(self, make_env, group_id, index, session)
@@ -143,7 +143,7 @@ _abandoned: set[asyncio.Task] = set()  # the event loop holds tasks by weak refe
 
 class _Episode:
     def __init__(
-        self, agent: Agent, make_env: Callable[[], Env], group_id: int, index: int, session: str
+        self, agent: Agent, make_env: Callable[[], Env], group_id: int, index: int, session: Session
     ):
         self.agent = agent
         self.make_env = make_env

@@ -15,7 +15,7 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,14 @@ class Setup:
     threads: int  # without a GPU
     folder: str  # working directory
     log: str | None  # file for vLLM's output
+
+
+class Progress(NamedTuple):
+    """An engine's answer to a health check."""
+
+    running: int = 0  # calls that it has accepted, those in vLLM's queue included
+    tokens: int = 0  # sampled so far; any change is progress
+    paused: bool = False
 
 
 @dataclass(eq=False)
@@ -75,6 +83,7 @@ class Engine:
         self.setup = setup
         self.version = 0
         self.running: set[Running] = set()
+        self.answered_tokens = 0
         self.accepts_calls = asyncio.Event()  # cleared while paused
         self.accepts_calls.set()
         os.chdir(setup.folder)
@@ -102,9 +111,13 @@ class Engine:
         return os.getpid()
 
     @exit_when_dead
-    async def check(self) -> None:
+    async def check(self) -> Progress:
         """Health check."""
         await self.llm.check_health()
+        tokens = sum(self._tokens_so_far(call) or 0 for call in self.running)
+        return Progress(
+            len(self.running), self.answered_tokens + tokens, not self.accepts_calls.is_set()
+        )
 
     # ------------------------------------------------------------ generation
 
@@ -129,7 +142,9 @@ class Engine:
             raise ValueError(str(error)) from None
         finally:
             self.running.remove(call)
-        return _generation(output, call, routing_start)
+        generation = _generation(output, call, routing_start)
+        self.answered_tokens += len(generation.ids)
+        return generation
 
     async def _output(self, call: Running, prompt_ids: np.ndarray, params, name: str):
         """As `AsyncLLM.generate`, but records vLLM's request id."""
