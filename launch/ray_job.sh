@@ -63,7 +63,7 @@ export RAY_API_SERVER_ADDRESS="$address"
 unset RAY_ADDRESS
 
 ray="$root/.venv/bin/ray" python="$root/.venv/bin/python"
-[[ -x "$ray" ]] || usage_error "$ray is missing: run launch/setup.sh, or install the extra gpu of pyproject.toml into .venv"
+[[ -x "$ray" ]] || usage_error "$ray is missing: run launch/setup.sh, or launch/setup-gpu.sh on a GPU node"
 export MEGASTEP_ROOT="${MEGASTEP_ROOT:-$root}"
 export MEGASTEP_BIN="${MEGASTEP_BIN:-$MEGASTEP_ROOT/.venv/bin}"
 # Ray sends SIGTERM to the job's processes and SIGKILL after 3 seconds, unless the job's environment sets this.

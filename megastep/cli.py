@@ -7,12 +7,14 @@ line per problem); 75 stopped by SIGTERM with a checkpoint to resume from; 130 i
 import argparse
 import contextlib
 import errno
+import json
 import math
 import os
 import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -62,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_commands(commands)
     _add_plan(commands)
     _add_view(commands)
+    _add_doctor(commands)
     add_commands(commands)
     return parser
 
@@ -202,6 +205,20 @@ def _add_view(commands) -> None:
     )
 
 
+def _add_doctor(commands) -> None:
+    doctor = _add(
+        commands,
+        "doctor",
+        _doctor,
+        "check this machine and this installation",
+        "Versions, GPUs, NCCL, Transformer Engine, vLLM, shared memory, limits, Ray and Slurm, "
+        "each with a verdict (ok, warning, problem) and what to do; also without a GPU. Exit "
+        "code: 0 if there is no problem, 1 otherwise.",
+        "doctor --json",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
 def _versions() -> str:
     found = [f"Python {sys.version.split()[0]}"]
     for package in PACKAGES:
@@ -288,6 +305,7 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
 
         import_from(own_modules)
         check_readable(config)
+        _check_megatron(config)
         run(config)
     except UserError as error:
         return _invalid(str(_cause(error)).splitlines())
@@ -306,6 +324,13 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
         print(f"\nerror: {reason}", file=sys.stderr)
         return 1
     return 0
+
+
+def _check_megatron(config) -> None:
+    if config.policy.megatron:
+        from megastep.policy.model import check_megatron  # imports Megatron, for seconds
+
+        check_megatron(config)
 
 
 def _cause(error: Exception) -> Exception:
@@ -378,6 +403,10 @@ def _plan(args: argparse.Namespace) -> int:
     try:
         config = load(args.config, args.overrides, has_cuda=True)
         check_readable(config)
+        if config.policy.megatron:
+            from megastep.policy.megatron_settings import check_settings
+
+            check_settings(config)  # Megatron's own checks need the packages of a GPU node
     except UserError as error:
         return _invalid(error.problems)
 
@@ -429,6 +458,26 @@ def _view(args: argparse.Namespace) -> int:
     for path in written:
         print(path)
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from megastep.doctor import Verdict, examine, summary, table_line
+
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not args.json:
+            print(table_line(finding), flush=True)
+    if args.json:
+        report = {
+            "megastep": megastep.__version__,
+            "python": sys.version.split()[0],
+            "findings": [asdict(finding) for finding in findings],
+        }
+        print(json.dumps(report, indent=1))
+    else:
+        print(summary(findings))
+    return 1 if any(finding.verdict == Verdict.PROBLEM for finding in findings) else 0
 
 
 def _invalid(problems: list[str]) -> int:

@@ -18,6 +18,7 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -34,18 +35,21 @@ from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megastep import signals
+from megastep import redaction, signals
 from megastep.config import GPU_BACKENDS, Config, address_problem
 from megastep.console import waiting
 from megastep.errors import ClusterError
 from megastep.policy.actor import Policy, PolicyRank
 from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
+from megastep.rollout.pool import LocalPool, Pool
+from megastep.rollout.worker import AgentWorker
+from megastep.rollout.workers import Workers, default_workers
 
 RAY_STARTS = 3
 LOOPBACK = "127.0.0.1"
-# vLLM schedules the calls; those that it does not run yet wait in its queue.
-ENGINE_CONCURRENCY = 100_000
+# vLLM schedules an engine's calls, rollout.concurrency the episodes of a worker.
+ACTOR_CONCURRENCY = 100_000
 
 
 class Cluster:
@@ -67,6 +71,7 @@ class Cluster:
         self.with_engines = with_engines
         self._policy: Policy | None = None
         self._engines: Fleet | None = None
+        self._workers: Workers | None = None
         self._exits = ExitStack()
         self._syncing = threading.Lock()  # one weight sync at a time
 
@@ -94,6 +99,14 @@ class Cluster:
         assert self._engines is not None, "this cluster has no engines"
         return self._engines
 
+    def pool(self, local: LocalPool) -> Pool:
+        """The pool of agent workers, if there are any, instead of this one of the driver."""
+        return local if self._workers is None else self._workers.pool(local)
+
+    def metrics(self) -> dict[str, float]:
+        workers = {} if self._workers is None else self._workers.metrics()
+        return self.engines.metrics() | workers
+
     # ------------------------------------------------------------ weights
 
     def to_policy(self) -> None:
@@ -110,10 +123,13 @@ class Cluster:
         with self._syncing:
             self._offload_policy()
             self.engines.pause(self.config.asynchronous.finish_calls)
+            self.engines.sleep()  # restarted engines, which have their KV cache; the others do
             self.engines.wake("weights")
-            version = self.policy.sync_weights(self.engines.serving())
+            engines = self.engines.ready()
+            version = self.policy.sync_weights(engines)
             self.engines.wake("kv_cache")
             self.engines.resume()
+            self.engines.serve(engines)
         return version
 
     def _offload_policy(self) -> None:
@@ -123,8 +139,19 @@ class Cluster:
     def _sync_one(self, handle: Any, serve: Callable[[], None]) -> None:
         """Weight sync to one restarted engine, which serves before the next sync."""
         with self._syncing:
-            self.policy.sync_weights([handle])
+            self._first_sync([handle])
             serve()
+
+    def _first_sync(self, handles: list) -> None:
+        """Weight sync to engines that do not serve yet.
+
+        A new engine has its KV cache. Colocated, it sleeps first, as before any other sync: the
+        policy's buffers and vLLM's copies of a layer need the memory.
+        """
+        self.engines.call(handles, "sleep")
+        self.engines.call(handles, "wake", "weights")
+        self.policy.sync_weights(handles)
+        self.engines.call(handles, "wake", "kv_cache")
 
     # ------------------------------------------------------------ Ray
 
@@ -215,6 +242,7 @@ class Cluster:
             on_restart = self._sync_one if self.with_policy else None
             self._engines = Fleet(self._spawn_engine, config.engine, on_restart, self.log)
             self._exits.callback(self._engines.close)
+            self._spawn_workers(self._engines)
         if self.with_policy:
             with waiting("policy ranks"):
                 self.policy.start(self._backend)
@@ -228,8 +256,29 @@ class Cluster:
             self.engines.start()
             if self.with_policy:
                 with self._syncing:
-                    self.policy.sync_weights([slot.handle for slot in self.engines.slots])
+                    self._first_sync([slot.handle for slot in self.engines.slots])
             self.engines.open()
+        if self._workers is not None:
+            with waiting("agent workers"):
+                self._workers.start()
+
+    def _spawn_workers(self, fleet: Fleet) -> None:
+        count = self.config.rollout.workers
+        if count is None:
+            cpus = sum(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+            spare_cpus = cpus - sum(bundle["CPU"] for bundle in self._bundles())
+            count = default_workers(self.config.rollout.concurrency, self.has_gpu, spare_cpus)
+        if count and self.config.env.name is not None:
+            self._workers = Workers(self._spawn_worker, count, fleet)
+            self._exits.callback(self._workers.close)
+
+    def _spawn_worker(self, index: int):
+        # Without CPUs of their own they start wherever there is room; SPREAD: on all nodes.
+        actor = ray.remote(AgentWorker).options(
+            num_cpus=0, scheduling_strategy="SPREAD", max_concurrency=ACTOR_CONCURRENCY
+        )
+        environment = redaction.variables(self.config.env.options)
+        return actor.remote(self.config, index, os.getcwd(), sys.path, environment, self.log)
 
     def _spawn_engine(self, index: int):
         config = self.config
@@ -283,7 +332,7 @@ class Cluster:
             ),
         }
         if kind is Engine:
-            options["max_concurrency"] = ENGINE_CONCURRENCY
+            options["max_concurrency"] = ACTOR_CONCURRENCY
         return ray.remote(kind).options(**options).remote(*arguments)
 
 

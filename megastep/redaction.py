@@ -67,6 +67,12 @@ def unset_variables(options: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
                 yield key, text, name
 
 
+def variables(options: dict[str, Any]) -> dict[str, str]:
+    """The variables that the options name, for another process."""
+    names = {name for _, text in _texts(options) for name in _VARIABLE.findall(text)}
+    return {name: os.environ[name] for name in names}
+
+
 def resolved(options: dict[str, Any]) -> dict[str, Any]:
     """The options with the variables' values, which `hide` removes from then on."""
     return _mapped(options, lambda text: _VARIABLE.sub(lambda found: _value(found[1]), text))

@@ -21,6 +21,8 @@ A worked example. The chat template drops the thinking `T` of turn 1 from the hi
              target     T  C  .  D  .
              step       0  0  0  1  1
 
+The prompt of step 1 repeats two tokens of step 0: it is stored as these and [C . O] (`Prompt`).
+
 Token `k` is visible to token `q` iff `k <= q < end[k]`. A trie with several roots is a forest; the
 predicate separates its trees. The last token of a step predicts nothing and is not computed.
 """
@@ -67,6 +69,41 @@ FAILED = (StopReason.ENV_ERROR, StopReason.ENV_TIMEOUT, StopReason.ENGINE_ERROR,
 TRUNCATED = (FinishReason.LENGTH, FinishReason.CONTEXT)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Prompt:
+    """A prompt that begins as an earlier step: a reference to that step's tokens, and what is new.
+
+    Whole prompts would take memory in the square of the number of turns.
+    """
+
+    base: "np.ndarray | Prompt"  # prompt of the earlier step
+    response_ids: np.ndarray  # its response
+    shared: int  # leading tokens of the two that the prompt repeats
+    new: np.ndarray  # [n] i32: the tokens after these
+
+    def __len__(self) -> int:
+        return self.shared + len(self.new)
+
+    def ids(self) -> np.ndarray:
+        """[P] i32, read-only: a new array at each call."""
+        parts = [self.new]  # the last ones first
+        base: np.ndarray | Prompt = self
+        missing = self.shared  # tokens before those in `parts`
+        while isinstance(base, Prompt):
+            response_ids = base.response_ids
+            base = base.base
+            if missing > len(base):
+                parts.append(response_ids[: missing - len(base)])
+                missing = len(base)
+            if isinstance(base, Prompt) and missing > base.shared:
+                parts.append(base.new[: missing - base.shared])
+                missing = base.shared
+        parts.append(base[:missing])
+        joined = np.concatenate(parts[::-1])
+        joined.setflags(write=False)
+        return joined
+
+
 @dataclass(eq=False)
 class Step:
     """One model call. `response_ids` are generated; the observation is in the next prompt.
@@ -76,7 +113,8 @@ class Step:
 
     index: int  # in its trajectory, from 0
     last: bool  # the trajectory's final call
-    prompt_ids: np.ndarray  # [P] i32
+    # [P] i32; joined at each access if the step shares a prefix: `prompt_tokens` is its length
+    prompt_ids: np.ndarray
     response_ids: np.ndarray  # [R] i32
     loss_mask: np.ndarray  # [R] bool: which response tokens are trained
     # [R] f32 under the policy that sampled them, defined for trained tokens; None: not recorded
@@ -94,12 +132,52 @@ class Step:
     state: int | None = None
 
     def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
+        return self.prompt_tokens + len(self.response_ids)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._stored_prompt)
+
+    @property
+    def _stored_prompt(self) -> np.ndarray | Prompt:
+        stored = vars(self)
+        return stored["prompt_ids"] if "prompt_ids" in stored else stored["_prompt"]
+
+    def share_prefix(self, previous: "Step", shared: int) -> None:
+        """Store the first `shared` prompt tokens, which are the previous step's, by reference."""
+        if shared:
+            new = self.prompt_ids[shared:].copy()  # a view would keep the whole prompt
+            self.prompt_ids = new
+            self.prepend(previous, shared)
+
+    def prepend(self, previous: "Step", shared: int) -> None:
+        """Put the first `shared` tokens of the previous step before the prompt, by reference."""
+        new = vars(self).pop("prompt_ids")
+        base = previous._stored_prompt
+        vars(self)["_prompt"] = Prompt(base, previous.response_ids, shared, new)
+
+    def replaced(self, **values) -> "Step":
+        """A copy with other values. dataclasses.replace would join a shared prefix."""
+        other = Step.__new__(Step)
+        vars(other).update(vars(self) | values)
+        return other
 
     @property
     def routing_end(self) -> int:
         """The first token after those with recorded routing."""
         return self.routing_start + (0 if self.routing is None else len(self.routing))
+
+
+class _JoinedPrompt:
+    """`Step.prompt_ids` where the step has no such entry of its own, which would come first."""
+
+    def __get__(self, step: Step | None, _: type) -> np.ndarray:
+        if step is None:
+            raise AttributeError("prompt_ids")
+        return vars(step)["_prompt"].ids()
+
+
+Step.prompt_ids = _JoinedPrompt()  # type: ignore[assignment]  # after dataclass: it is no default
 
 
 @dataclass(eq=False)
@@ -200,16 +278,24 @@ class Routes:
     shape: tuple[int, int]  # L, K
 
     def gather(self, tokens: int, layers: slice = slice(None)) -> np.ndarray:
-        """[tokens, layers, K] i8 if all expert indices fit, else i16; FREE where not recorded."""
-        fits_int8 = all(rows.dtype == np.uint8 and rows.max(initial=0) < 128 for rows in self.rows)
-        dtype = np.int8 if fits_int8 else np.int16
+        """[tokens, layers, K] i8 if all expert indices of these layers fit, else i16; FREE where
+        not recorded."""
+        if all(rows.dtype == np.uint8 for rows in self.rows):
+            out = self._copied(tokens, layers, np.dtype(np.int8))
+            runs = zip(self.start.tolist(), self.rows)
+            # Indices from 128 on read as negative. Only these layers are looked at.
+            if all(out[start : start + len(rows)].min(initial=0) >= 0 for start, rows in runs):
+                return out
+        return self._copied(tokens, layers, np.dtype(np.int16))
+
+    def _copied(self, tokens: int, layers: slice, dtype: np.dtype) -> np.ndarray:
         total_layers, top_k = self.shape
         out = np.empty((tokens, len(range(total_layers)[layers]), top_k), dtype)
         filled = 0
         for start, rows in zip(self.start.tolist(), self.rows):
             stop = start + len(rows)
             out[filled:start] = FREE
-            out[start:stop] = (rows.view(np.int8) if fits_int8 else rows)[:, layers]
+            out[start:stop] = (rows.view(dtype) if dtype == np.int8 else rows)[:, layers]
             filled = stop
         out[filled:] = FREE
         return out

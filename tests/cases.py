@@ -1,6 +1,7 @@
 """Functions that test ranks run. Each builds its policy under a parallel layout."""
 
 import errno
+import gc
 import hashlib
 import os
 import time
@@ -55,9 +56,9 @@ def make_worker(folder, layout: dict, settings: dict | None = None) -> PolicyWor
     return PolicyWorker(config)
 
 
-def next_token_batches(worker: PolicyWorker):
+def next_token_batches(worker: PolicyWorker, sequences: int = 4):
     """This rank's micro-batches of some_tokens; all but the first tokens train, weighed equally."""
-    tokens = some_tokens().numpy().astype(np.int32)
+    tokens = some_tokens(sequences).numpy().astype(np.int32)
     weight = 1 / tokens[:, 1:].size
     samples = [
         Sample(step(0, t[:1], t[1:]), i, 0, advantage=1.0, weight=weight)
@@ -76,7 +77,8 @@ def next_token_batches(worker: PolicyWorker):
 
 
 def next_token_step(worker: PolicyWorker) -> dict[str, float]:
-    metrics = worker.update(next_token_batches(worker)).metrics
+    (update,) = worker.learn([next_token_batches(worker)])
+    metrics = update.metrics
     return {name: metrics[f"train/{name}"] for name in ("loss", "grad_norm", "lr")}
 
 
@@ -306,7 +308,7 @@ def _update_from(
         p.tensor,
         p.pipeline if p.virtual > 1 else 1,
     )
-    update = worker.update(batches[place.data])
+    (update,) = worker.learn([batches[place.data]])
     assert update.skipped is None
     result = {
         name: update.metrics[f"train/{name}"] for name in ("loss", "grad_norm", "tokens_trained")
@@ -324,6 +326,50 @@ def _reset(worker, initial) -> None:
         for state in part.optimizer.state.values():
             for value in state.values():
                 value.zero_()
+
+
+def learn_and_read(folder, layout: dict, settings: dict, root) -> dict:
+    """Two calls of `learn` with mini-batches of different sizes, and all that reads weights after.
+
+    Metrics of the updates; the gradient buckets; on rank 0 the exported tensors; logprobs of this
+    rank's micro-batches under the weights and, in `reloaded`, under those of a checkpoint.
+    """
+    worker = make_worker(folder, layout, settings)
+    batches = next_token_batches(worker, sequences=4)
+    more_batches = next_token_batches(worker, sequences=12)
+    assert len(batches) < len(more_batches)
+    metrics = []
+    exported = []
+    for _ in range(2):
+        metrics += [update.metrics for update in worker.learn([batches, more_batches])]
+        exported.append({name: tensor.numpy().copy() for name, tensor in worker.hf_tensors()})
+    worker.save(root, LoopState(1))
+    logprobs = worker.logprobs(batches)
+    worker.load(Path(root) / "step_1")
+    return {
+        "metrics": [{k: m[f"train/{k}"] for k in ("loss", "grad_norm")} for m in metrics],
+        "buckets": [len(b.buckets) for chunk in worker.chunks for b in chunk.buffers],
+        "exported": exported,
+        "logprobs": logprobs,
+        "reloaded": worker.logprobs(batches),
+    }
+
+
+def megatrons_settings(folder, layout: dict, settings: dict) -> dict:
+    """Megatron's configs of a worker as dictionaries, and the learning rates of an update."""
+    worker = make_worker(folder, layout, settings)
+    next_token_step(worker)
+    return {
+        "TransformerConfig": _plain_fields(worker._megatron),
+        "DistributedDataParallelConfig": _plain_fields(worker.chunks[0].ddp_config),
+        "OptimizerConfig": _plain_fields(worker.optimizer.chained_optimizers[0].config),
+        "rates": sorted({group["lr"] for group in worker.optimizer.param_groups}),
+    }
+
+
+def _plain_fields(config) -> dict:
+    plain = (bool, int, float, str, type(None))
+    return {name: value for name, value in vars(config).items() if isinstance(value, plain)}
 
 
 # ---------------------------------------------------------------- the learner and its worker
@@ -408,15 +454,39 @@ def bucket_sizes(folder, settings: dict) -> list[int]:
     return [bucket.nbytes for bucket in ShmTransport(sender, engines).buckets]
 
 
+def order_of_a_gather(folder, layout: dict) -> str:
+    """What `gather_hf` does, in order: b broadcast, w wait for the GPU, r read by the caller,
+    f memory of a tensor freed."""
+    from megastep.weights import megatron
+
+    worker = make_worker(folder, layout)
+    events: list[str] = []
+    broadcast = dist.broadcast
+
+    def record_broadcast(message, src):
+        events.append("b")
+        broadcast(message, src=src)
+
+    with (
+        mock.patch.object(megatron.parallel, "synchronize", lambda: events.append("w")),
+        mock.patch.object(megatron.dist, "broadcast", record_broadcast),
+    ):
+        for _, tensor in megatron.gather_hf(worker.chunks, worker.arch, bucket_bytes=1 << 18):
+            events.append("r")
+            weakref.finalize(tensor, events.append, "f")
+            del tensor
+    return "".join(events)
+
+
 # ---------------------------------------------------------------- logprobs, routing, failures
 
 
-def batches_of(worker, groups, budget_tokens: int = 4096):
+def batches_of(worker, groups, budget_tokens: int = 4096, pack_layout: str = "trie"):
     place = parallel.place()
     p = worker.config.policy.parallel
     rounds_of = p.pipeline if p.virtual > 1 else 1
     by_rank = update_rollouts.micro_batches(
-        groups, place.data_size, budget_tokens, "trie", p.tensor, rounds_of
+        groups, place.data_size, budget_tokens, pack_layout, p.tensor, rounds_of
     )
     return by_rank[place.data]
 
@@ -444,6 +514,26 @@ def logprobs_of(
     worker = make_worker(folder, layout, settings)
     batches = batches_of(worker, groups)
     return by_step(batches, worker.logprobs(batches))
+
+
+def train_a_little(
+    folder, layout: dict, groups, settings: dict, pack_layout: str, updates: int = 1
+) -> dict:
+    """Logprobs by step before and after some updates on these groups, and the metrics of each."""
+    worker = make_worker(folder, layout, {**UPDATE, **settings})
+    batches = batches_of(worker, groups, pack_layout=pack_layout)
+    before = by_step(batches, worker.logprobs(batches))
+    metrics = []
+    for _ in range(updates):
+        update = worker.update(batches)
+        assert update.skipped is None, update.skipped
+        metrics.append(update.metrics)
+    return {
+        "before": before,
+        "after": by_step(batches, worker.logprobs(batches)),
+        "metrics": metrics,
+        "memory": resident(worker),
+    }
 
 
 def old_logprobs(folder, layout: dict, groups, budget_tokens: int) -> dict:
@@ -706,12 +796,13 @@ def _error_of(action) -> str:
     return "no error"
 
 
-def attach_to_fused_router(folder) -> str:
+def attach_replay_with(folder, setting: str, value) -> str:
+    """The error of routing replay where Megatron's config has this value."""
     from megastep.policy import routing_replay
 
     worker = make_worker(folder, {})
     chunk = worker.chunks[0].module
-    chunk.config.moe_router_fusion = True
+    setattr(chunk.config, setting, value)
     try:
         routing_replay.attach(chunk)
     except ReplayError as error:
@@ -720,6 +811,28 @@ def attach_to_fused_router(folder) -> str:
 
 
 # ---------------------------------------------------------------- memory
+
+
+def memory_while_offloaded(folder, layout: dict, settings: dict) -> dict[str, int]:
+    """Bytes of tensors on this rank's device: while training, offloaded, and onloaded again."""
+    worker, batches = worker_and_batches(folder, layout, settings, tokens=64, micro_batches=1)
+    worker.update(batches)
+    found = {"training": _device_bytes(worker)}
+    worker.offload()
+    found["offloaded"] = _device_bytes(worker)
+    worker.onload()
+    found["onloaded"] = _device_bytes(worker)
+    assert worker.update(batches).skipped is None
+    return found
+
+
+def _device_bytes(worker: PolicyWorker) -> int:
+    if torch.cuda.is_available():
+        gc.collect()
+        return torch.cuda.memory_allocated()
+    # Adam's state is in CPU memory before and after.
+    weights = sum(p.nbytes for p in worker._parameters())
+    return weights + sum(p.main_grad.untyped_storage().nbytes() for p in worker._parameters())
 
 
 def memory_of_update(
@@ -778,7 +891,12 @@ def resident(worker: PolicyWorker) -> dict[str, int]:
 
 
 def _peak_allocated(run) -> int:
-    """By torch's profiler: the peak of the sum of all allocations and releases."""
+    """On a CPU by torch's profiler: the peak of the sum of all allocations and releases."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:

@@ -4,10 +4,12 @@ import json
 import sys
 import time
 
+import ray
+
 from megastep.cluster import Cluster
 from megastep.config import Config
 from megastep.errors import ClusterError
-from tests.engines import Rollouts, export, shake
+from tests.engines import Rollouts, abandon_a_sync, export, shake
 from tests.models import some_tokens
 
 
@@ -24,9 +26,17 @@ def sync_and_generate(cluster: Cluster, folder: str) -> list[list[int]]:
     """Greedy tokens after a weight sync; the weights are exported too."""
     rollouts = Rollouts(cluster)
     rollouts.on_ranks(shake, 3)
+    if cluster.config.engine.tensor_parallel > 1:
+        rollouts.on_ranks(abandon_a_sync, cluster.engines.serving())
     cluster.sync()
     rollouts.on_ranks(export, f"{folder}-synced")
     return [g.ids.tolist() for g in rollouts.ask(some_tokens())]
+
+
+def received(cluster: Cluster) -> list[dict[str, int]]:
+    """Checksums of the last weight sync, by worker of the engine."""
+    (engine,) = cluster.engines.serving()
+    return ray.get(engine.received_checksums.remote())
 
 
 def main(scene: str, folder: str) -> None:
@@ -35,10 +45,20 @@ def main(scene: str, folder: str) -> None:
     sys.stdout = sys.stderr  # progress of the cluster
     if scene == "too_small":
         config.cluster.cpus_per_process = 1000
+    if scene == "sharded":
+        config.cluster.colocate = False
+        config.cluster.cpus_per_process = 0.1
+        config.engine.tensor_parallel = 2
+        config.engine.cpu_kv_gb = 0.1
+        config.sync.verify = True
+        config.sync.bucket_mb = 1
     try:
-        with Cluster(config, with_policy=scene == "interrupted") as cluster:
-            if scene == "interrupted":
+        with Cluster(config, with_policy=scene in ("interrupted", "sharded")) as cluster:
+            if scene in ("interrupted", "sharded"):
                 print(json.dumps(sync_and_generate(cluster, folder)), file=results, flush=True)
+            if scene == "sharded":
+                print(json.dumps(received(cluster)), file=results, flush=True)
+                return
             print("up", file=results, flush=True)
             time.sleep(600)
     except ClusterError as error:

@@ -25,21 +25,25 @@ CLUSTERS = (
     "test_end_to_end.py",
     "test_sender.py",
     "test_fleet.py",
+    "test_workers.py",
     "test_pretrained.py",
 )
 ONE_WORKER = CLUSTERS[:6]  # half of the run time
 ALSO_CLUSTERS = ("test_vllm.py", "test_a_signal_while_ray_starts")
 # Minutes on several ranks: every model under every parallel layout, and planner against rank;
-# also converters.
+# also converters, and Triton's interpreter.
 SLOW = (
     "test_layouts.py",
     "test_saver.py",
+    "test_transformer_engine.py",
     "test_update.py",
     "test_worker.py",
     "test_offline.py",
     "test_get_model.py",
     "test_meta.py",
     "test_random_init.py",
+    "test_transports.py",
+    "test_triton_attention.py",
     "test_export_loads_in_transformers_with_the_same_logits",
     "test_x8_estimates_match_a_run",
 )

@@ -9,7 +9,7 @@ import ray
 from megastep.cluster import Cluster
 from megastep.config import Config, ParallelConfig
 from megastep.distributed.ports import free_port
-from megastep.rollout.generation import Generation, Sampling
+from megastep.rollout.generation import Generation, Sampling, Session
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 
@@ -25,7 +25,8 @@ class Rollouts:
         self, prompts, sampling: Sampling = GREEDY, sessions=None, **routing
     ) -> list[Generation]:
         """One call per prompt, all at once."""
-        sessions = sessions or [f"{id(prompts)}-{i}" for i in range(len(prompts))]
+        names = sessions or [f"{id(prompts)}-{i}" for i in range(len(prompts))]
+        sessions = [Session(name, 0) for name in names]
 
         async def all_of_them():
             return await asyncio.gather(
@@ -99,6 +100,26 @@ def shake(rank, seed: int) -> None:
 
 def export(rank, folder) -> None:
     rank.worker.export(folder)
+
+
+def abandon_a_sync(rank, handles) -> None:
+    """Send the first bucket of a weight sync, then end it."""
+    import torch.distributed as dist
+
+    from megastep.distributed import parallel
+    from megastep.sync.sender import Engines, _describe
+
+    transport = rank.sender._transport
+    engines = Engines(handles, rank.worker.step, rank.config.engine, rank.config.sync.timeout_s)
+    bucket = transport.buckets[0]
+    assert len(transport.buckets) > 1
+    transport._fill(bucket, 0, {})
+    dist.barrier()
+    if parallel.place().rank == 0:
+        engines.start_weight_update()
+        engines.call("update_weights", _describe(bucket, 0))
+        engines.call("abandon_weight_update")
+    dist.barrier()
 
 
 def corrupt_next_sync(rank) -> None:

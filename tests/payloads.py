@@ -39,10 +39,13 @@ def _plant_entry(folder: Path, is_object: bool, marker: Path) -> None:
     """After the last entry of a data file; the metadata points to it."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     kinds = metadata.state_dict_metadata
+    # Of the objects only the random state is read by the ranks; some releases of Megatron write
+    # others.
     index = next(
         i
         for i in metadata.storage_data
         if isinstance(kinds[i.fqn], BytesStorageMetadata) == is_object
+        and i.fqn.startswith("random/") == is_object
     )
     place = metadata.storage_data[index]
     blob = io.BytesIO()

@@ -11,7 +11,9 @@ import importlib
 import os
 import signal
 import traceback
+from collections.abc import Callable
 
+import torch
 import torch.multiprocessing as mp
 
 from megastep.distributed.ports import free_port
@@ -22,13 +24,15 @@ current: tuple[int, int, str] | None = None
 
 
 class RankPool:
-    def __init__(self, world: int):
+    """prepare: called first in each process."""
+
+    def __init__(self, world: int, prepare: Callable[[], None] | None = None):
         context = mp.get_context("spawn")
         self.pipes = []
         self.processes = []
         for rank in range(world):
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=(rank, world, there))
+            process = context.Process(target=serve, args=(rank, world, there, prepare))
             process.start()
             there.close()
             self.pipes.append(here)
@@ -59,12 +63,15 @@ class RankPool:
             process.join()
 
 
-def serve(rank: int, world: int, pipe) -> None:
+def serve(rank: int, world: int, pipe, prepare: Callable[[], None] | None) -> None:
     global current
     import warnings
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["LOCAL_RANK"] = str(rank)  # the GPU, where there are any
     warnings.filterwarnings("ignore")
+    if prepare is not None:
+        prepare()
     from megastep.distributed import cpu
 
     cpu.import_megatron()
@@ -84,6 +91,8 @@ def serve(rank: int, world: int, pipe) -> None:
         parallel.stop()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # many small models fragment the heap
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # engines of other tests need it
 
 
 def let_go_of_models() -> None:

@@ -102,6 +102,21 @@ def test_a_cluster_that_is_too_small_fails_early(models):
     assert line.endswith("; lower policy.ranks, engine.num_engines or cluster.cpus_per_process")
 
 
+def test_d3_a_weight_sync_reaches_both_workers_of_an_engine(models):
+    """engine.tensor_parallel = 2 in the placement group of a policy rank: vLLM must not choose its
+    Ray executor. Greedy tokens are those of transformers, both workers have every checksum."""
+    folder = models("qwen3_moe")[0]
+    process = scene("sharded", folder)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    tokens, received = map(json.loads, output.splitlines())
+    assert tokens == greedy_with_transformers(f"{folder}-synced", some_tokens())[0]
+    first, second = received
+    assert first == second and len(first) == 3 + 4 * (
+        8 + 1 + 8 * 3
+    )  # layers: dense, router, experts
+
+
 def test_nothing_is_left_behind(models):
     """After Ctrl-C and after a killed driver; unrelated processes survive, even with such names.
 

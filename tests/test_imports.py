@@ -19,6 +19,7 @@ LAYERS = [
     ("report",),
     ("plan",),
     ("conversion",),
+    ("doctor",),
     ("trainer",),
     ("cli",),
     ("__main__",),

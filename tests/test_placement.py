@@ -10,6 +10,7 @@ from megastep import cluster
 from megastep.cluster import Cluster
 from megastep.config import Config, load
 from megastep.errors import ClusterError
+from megastep.rollout.fleet import Fleet
 
 CHASE = "configs/chase.yaml"
 
@@ -89,9 +90,11 @@ def test_a_weight_sync_pauses_calls_or_waits_for_them(finish_calls, monkeypatch)
     one = make(monkeypatch, f"async.finish_calls={finish_calls}")
     one._engines = SimpleNamespace(
         pause=lambda finish: happened.append(f"pause {finish}"),
+        sleep=lambda: happened.append("sleep"),
         wake=lambda what: happened.append(f"wake {what}"),
         resume=lambda: happened.append("resume"),
-        serving=lambda: ["engine"],
+        ready=lambda: ["engine"],
+        serve=lambda engines: happened.append(f"serve {engines}"),
     )
     one._policy = SimpleNamespace(
         sync_weights=lambda engines: happened.append(f"sync to {engines}") or 12
@@ -99,11 +102,45 @@ def test_a_weight_sync_pauses_calls_or_waits_for_them(finish_calls, monkeypatch)
     assert one.sync() == 12
     assert happened == [
         f"pause {finish_calls}",
+        "sleep",
         "wake weights",
         "sync to ['engine']",
         "wake kv_cache",
         "resume",
+        "serve ['engine']",
     ]
+
+
+class Actor:
+    """An engine that records its calls."""
+
+    def __init__(self, calls: list[str]):
+        self.calls = calls
+
+    def __getattr__(self, method):
+        async def call(*arguments):
+            self.calls.append(" ".join([method, *arguments]))
+
+        return SimpleNamespace(remote=call)
+
+
+def test_a_new_engine_has_no_kv_cache_during_its_weight_sync(monkeypatch):
+    """Colocated, the first sync and that of a restarted engine need the memory, as later ones."""
+    calls: list[str] = []
+    made = make(monkeypatch, "cluster.colocate=true", gpus=8)
+    made._engines = Fleet(lambda index: Actor(calls), made.config.engine)
+    made._policy = SimpleNamespace(sync_weights=lambda handles: calls.append("sync"))
+    monkeypatch.setattr("ray.kill", lambda handle: None)
+    sync = ["sleep", "wake weights", "sync", "wake kv_cache"]
+    try:
+        made._open_engines()
+        assert calls[:5] == ["start", *sync]
+        assert made.engines.serving() == [slot.handle for slot in made.engines.slots]
+        calls.clear()
+        made._sync_one(Actor(calls), lambda: calls.append("serve"))
+        assert [call for call in calls if call != "check"] == [*sync, "serve"]
+    finally:
+        made.engines.close()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env, Outcome
 from megastep.rollout.generation import Generation, Sampling
-from megastep.rollout.pool import Pool
+from megastep.rollout.pool import LocalPool
 from megastep.rollout.renderer import Renderer
 from megastep.trainer.rundir import Run
 from megastep.types import FinishReason
@@ -98,7 +98,7 @@ async def ends_at_once(*_, **__):
 
 def metrics_of(row: dict) -> str:
     """The metrics of an episode, as JSON."""
-    pool = Pool(agent(ends_at_once), Leaky, 1, 1, {"api_key": "${env:LOOKUP_KEY}"})
+    pool = LocalPool(agent(ends_at_once), Leaky, 1, 1, {"api_key": "${env:LOOKUP_KEY}"})
     (group,) = asyncio.run(pool.run([Prompt(0, row)]))
     return json.dumps(group.trajectories[0].env_metrics)
 

@@ -11,16 +11,20 @@ from pathlib import Path
 # By module: what it chooses.
 SEAMS = {
     "megastep/policy/model.py": "Transformer Engine's or Megatron's local layers, and fusions",
-    "megastep/policy/attention.py": "FlexAttention and Transformer Engine, or torch for CPU",
+    "megastep/policy/megatron_settings.py": "defaults of Megatron's fusions and overlap",
+    "megastep/policy/optimizer.py": "the same for the optimizer",
+    "megastep/policy/attention.py": "the attention kernel: three for CUDA, one for CPU",
     "megastep/distributed/parallel.py": "device and communication backend: nccl or gloo",
     "megastep/distributed/cpu.py": "replacements of torch.cuda on a CPU",
     "megastep/checkpoint/saver.py": "the random state of the device, by Megatron's names",
     "megastep/sync/sender.py": "the weight-transfer backend: nccl and ipc, or shared memory",
     "megastep/sync/receiver.py": "the same in vLLM's workers",
+    "megastep/sync/nccl.py": "nothing: the abort of an nccl group",
     "megastep/rollout/engine.py": "the GPUs of an engine",
     "megastep/config/": "the backend of a placement, and what needs a GPU",
     "tools/gen_docs.py": "nothing: names requirements",
     "megastep/plan/": "nothing: estimates for GPUs",
+    "megastep/doctor/": "nothing: reports what is there",
     "megastep/cli.py": "nothing: plans for GPUs",
     "megastep/conversion/commands.py": "the CPU, always",
 }

@@ -15,7 +15,7 @@ Random tokens of 4, 2 and 1 prompts, so that each workload has about 9,000 disti
 4-layer MoE in fp32: hidden 256, 8 heads of 32 over 2 key heads, 8 experts top-2 of 256, vocabulary
 8192. "Output layer on every token" is Megatron's own output layer and cross entropy, plus the
 entropy, which every update reports. The first three use torch's causal SDPA, sequence by sequence;
-the trie uses the blocks of attention.py. policy.logits_chunk_rows is large enough that no logits
+the trie uses cpu_attention.py. policy.logits_chunk_rows is large enough that no logits
 are recomputed. Seconds are CPU seconds of the process, one thread: packing, forward, backward and
 gradient sums, without the optimizer; the best of the interleaved runs. Peak memory is the largest
 addition of an update to the process.
@@ -60,7 +60,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from megastep.config import Config
 from megastep.distributed import parallel
-from megastep.policy import attention, batch, model, worker
+from megastep.policy import attention, batch, cpu_attention, model, worker
 from megastep.samples import lay_out, make_samples
 from megastep.types import Group, LossTable, MicroBatch, Step, Trajectory, Trie
 from megastep.weights.megatron import load_hf
@@ -245,20 +245,15 @@ def entropy_of(logits):
 
 
 class SdpaAttention(torch.nn.Module):
-    """torch's causal attention, sequence by sequence: [T, heads, dim] or [s, b, heads, dim]."""
+    """torch's causal attention of [s, b, heads, dim], or sequence by sequence of [T, 1, …]."""
 
     def __init__(self, config, softmax_scale=None, **unused):
         super().__init__()
 
     def forward(self, query, key, value, *unused, packed_seq_params=None, **unused_too):
-        if packed_seq_params is None:
-            q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-            return causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        lengths = packed_seq_params.blocks
-        parts = [
-            [x.transpose(0, 1).unsqueeze(0) for x in t.split(lengths)] for t in (query, key, value)
-        ]
-        return torch.cat([causal(*qkv).squeeze(0).transpose(0, 1) for qkv in zip(*parts)])
+        lengths = [len(query)] if packed_seq_params is None else packed_seq_params.blocks
+        parts = [[x.permute(1, 2, 0, 3) for x in t.split(lengths)] for t in (query, key, value)]
+        return torch.cat([causal(*qkv).permute(2, 0, 1, 3).flatten(2) for qkv in zip(*parts)])
 
 
 def causal(q, k, v):
@@ -278,7 +273,7 @@ def patched_for(setup: str):
     return patched(
         (model.PolicyModel, "forward", all_rows_forward),
         (attention.TrieAttention, "forward", SdpaAttention.forward),
-        (attention, "blocks_of", sequence_lengths),
+        (cpu_attention, "blocks_of", sequence_lengths),
     )
 
 
@@ -449,7 +444,7 @@ def bare_megatron(policy, tokens: torch.Tensor):
     with patched((model, "TrieAttention", SdpaAttention), (model, "PolicyModel", model.GPTModel)):
         chunks = model.build_model(policy.arch, policy.config.policy)
     load_hf(chunks, policy.arch, RandomWeights(policy.arch, seed=0))
-    chunks = model.wrap_for_training(chunks, "fp32")
+    chunks = model.wrap_for_training(chunks, policy.config.policy)
     chunks[0].module.config.finalize_model_grads_func = worker._finalize_sums
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
 

@@ -43,7 +43,7 @@ from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env, Outcome
 from megastep.rollout.generation import Generation, Sampling
-from megastep.rollout.pool import Pool
+from megastep.rollout.pool import LocalPool
 from megastep.rollout.renderer import Renderer
 
 TOKENIZER = Path("configs/models/bytes")
@@ -97,13 +97,13 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(seed, {"seed": seed}) for seed in range(count)]
 
 
-def pool(generate, turns: int, response_tokens: int) -> Pool:
+def pool(generate, turns: int, response_tokens: int) -> LocalPool:
     renderer = Renderer.for_model(TOKENIZER, "tokens")
     renderer.stop_ids = ()  # every response has its full length and gets its stop token appended
     max_prompt_tokens = MODEL["max_position_embeddings"]
     limits = Limits(turns, max_prompt_tokens, response_tokens + 1, env_timeout_s=60.0)
     agent = Agent(generate, renderer, limits, Sampling(response_tokens))
-    return Pool(agent, Talk, samples_per_prompt=1, concurrency=CALLS)
+    return LocalPool(agent, Talk, samples_per_prompt=1, concurrency=CALLS)
 
 
 def make_config(folder: Path, engines: int) -> Config:

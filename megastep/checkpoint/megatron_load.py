@@ -1,7 +1,6 @@
 """`dist_checkpointing.load` with the readers of unpickle.py.
 
-Megatron accepts neither a reader nor a planner from its callers: importing this module replaces
-both in Megatron.
+Importing this module replaces Megatron's readers and planner.
 """
 
 import io
@@ -11,13 +10,16 @@ from pathlib import Path
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    TorchDistLoadShardedStrategy,
+)
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 
 from megastep.checkpoint.unpickle import COMMON, CheckedReader, first_line, load_plain
+from megastep.distributed.megatron_version import replace_readers
 from megastep.errors import CheckpointError
 
 _BROKEN = (
@@ -32,11 +34,9 @@ _BROKEN = (
 
 def load_state(state: dict, folder: str | Path) -> dict:
     """Fill `state` from the files; errors of the libraries become a one-line CheckpointError."""
-    strategy = megatron_torch.TorchDistLoadShardedStrategy()
+    strategy = TorchDistLoadShardedStrategy()
     try:
-        return dist_checkpointing.load(
-            state, str(folder), sharded_strategy=strategy, common_strategy=_CommonReader()
-        )
+        return dist_checkpointing.load(state, str(folder), sharded_strategy=strategy)
     except CheckpointError:
         raise
     except CheckpointException as error:  # torch collects the errors of all ranks
@@ -46,20 +46,19 @@ def load_state(state: dict, folder: str | Path) -> dict:
         raise CheckpointError(f"{folder}: not readable: {first_line(error)}") from error
 
 
-class _CommonReader(TorchCommonLoadStrategy):
-    def load_common(self, checkpoint_dir: str | Path) -> dict:
-        path = Path(checkpoint_dir) / COMMON
-        return load_plain(path, path)
+def _read_common(folder: Path) -> dict:
+    return load_plain(folder / COMMON, folder / COMMON)
 
 
-class _Planner(megatron_torch.MCoreLoadPlanner):
+class _Planner(MCoreLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """As the base class, but with weights_only=True."""
         name = read_item.dest_index.fqn
-        set_element(
-            self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True)
-        )
+        loaded = torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
 
 
-megatron_torch._get_filesystem_reader = lambda folder, cache_metadata=False: CheckedReader(folder)
-megatron_torch.MCoreLoadPlanner = _Planner
+replace_readers(CheckedReader, _Planner, _read_common)

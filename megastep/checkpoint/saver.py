@@ -20,6 +20,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -30,10 +31,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megastep.checkpoint.loop_state import LoopState
@@ -51,6 +52,7 @@ from megastep.checkpoint.manifest import (
 )
 from megastep.checkpoint.megatron_load import load_state
 from megastep.distributed import parallel
+from megastep.distributed.megatron_version import save_checkpoint
 from megastep.distributed.processes import end_with_parent
 from megastep.errors import CheckpointError
 from megastep.weights.hf_files import copy_companions
@@ -94,10 +96,8 @@ class Saver:
         _start_results_helper()
         manifest = describe(worker.arch, loop.step, _parallel_layout(worker), with_optimizer=True)
         manifest["optimizer_steps"] = worker.step
-        request = dist_checkpointing.save(
-            _state(worker, loading=False), str(partial), async_sharded_save=in_background
-        )
-        if not in_background:
+        request = save_checkpoint(_state(worker, loading=False), partial, in_background)
+        if request is None:
             seal(partial, final, manifest, keep, hashed=lambda: _hash_own(partial))
             return
         request, hashed = _with_hashing(request, partial)
@@ -187,7 +187,8 @@ def load(folder: str | Path, worker) -> None:
     state = _state(
         worker, loading=True, with_optimizer=manifest["with_optimizer"], with_random=with_random
     )
-    state = load_state(state, folder)
+    # Some releases of Megatron raise an error only on the rank that reads the damaged part.
+    state = _on_all_ranks(lambda: load_state(state, folder))
     for i, chunk in enumerate(_unwrapped(worker)):
         _load_weights(chunk, state[f"model{i}"])
     if manifest["with_optimizer"]:
@@ -242,12 +243,14 @@ def _unwrapped(worker) -> list:
 
 
 def model_state(model) -> dict:
-    """The sharded state of a GPTModel.
-
-    Without `_extra_state`, which only Transformer Engine's fp8 would need.
-    """
+    """The sharded state of a GPTModel, without what only Transformer Engine's fp8 would need."""
     state = model.sharded_state_dict(metadata=_metadata())
-    return {name: sharded for name, sharded in state.items() if not name.endswith("_extra_state")}
+    return {name: sharded for name, sharded in state.items() if not _is_fp8_state(name)}
+
+
+def _is_fp8_state(name: str) -> bool:
+    """`_extra_state` of a layer; of grouped experts also `_extra_state1` and so on."""
+    return re.search(r"_extra_state\d*$", name) is not None
 
 
 def _metadata() -> dict:
@@ -256,7 +259,7 @@ def _metadata() -> dict:
 
 def _load_weights(model, state: dict) -> None:
     missing, unexpected = model.load_state_dict(state, strict=False)
-    missing = [name for name in missing if not name.endswith("_extra_state")]
+    missing = [name for name in missing if not _is_fp8_state(name)]
     assert not missing and not unexpected, f"missing {missing}, unexpected {unexpected}"
 
 
@@ -295,6 +298,14 @@ def _load_optimizer(worker, state: dict) -> None:
                 "param_state_sharding_type": _FORMAT_OPTIONS["distrib_optim_sharding_type"],
             }
         )
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            _let_fused_adam_count(part.optimizer)
+
+
+def _let_fused_adam_count(hybrid: HybridDeviceOptimizer) -> None:
+    """hybrid_optimizer.py:352 would reset FusedAdam's step to the loaded one before each step."""
+    for group in hybrid.param_groups:
+        group.pop("step", None)
 
 
 def _adam_step(worker) -> int:

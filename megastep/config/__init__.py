@@ -8,6 +8,7 @@ from megastep.config.checks import (
     validate,
 )
 from megastep.config.loading import folders, load, load_with_sources, to_yaml
+from megastep.config.megatron import REJECTED as REJECTED_MEGATRON
 from megastep.config.schema import (
     GPU_BACKENDS,
     AdvantageConfig,
@@ -37,6 +38,7 @@ from megastep.config.schema import (
 
 __all__ = [
     "GPU_BACKENDS",
+    "REJECTED_MEGATRON",
     "AdvantageConfig",
     "AsyncConfig",
     "CheckpointConfig",

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from megastep import redaction
+from megastep.config import megatron
 from megastep.config.schema import (
     FLOAT_LIMIT,
+    FP8_RECIPES,
     GPU_BACKENDS,
     INT_LIMIT,
     AdvantageConfig,
@@ -41,6 +43,7 @@ _RAY_STORE_MB = 75
 _LEAST_TEMPERATURE = 0.01
 _MAX_TEXT = 4096  # characters: the longest path
 _MAX_NAME = 200  # bytes: file systems allow 255, and suffixes follow
+_TRITON_HEAD_DIM = 128  # at most: the blocks of more do not fit into a GPU's shared memory
 _RECOMPUTED = ("full", "core_attn", "mlp", "moe", "moe_act", "layernorm")
 
 
@@ -58,7 +61,10 @@ def validate(
     _check_estimator(config.advantage, problems)
     _check_fields(config, problems)
     _check_rollout(config, problems)
+    _check_attention(config.policy, problems)
     _check_recomputation(config.policy, problems)
+    _check_megatron(config, problems)
+    _check_fp8(config, problems)
     _check_optimizer(config, problems)
     _check_loss(config.loss, problems)
     _check_run(config, problems)
@@ -165,7 +171,7 @@ def _check_fields(config: Config, problems: _Problems) -> None:
     for key, found in settings().items():
         value = value_of(config, key)
         choices = found.metadata["choices"]
-        if choices is not None:
+        if choices is not None and value is not None:
             problems.check(value in choices, key, value, f"must be one of {', '.join(choices)}")
         bounds = found.metadata["bounds"]
         if value is not None and any(bound is not None for bound in bounds.values()):
@@ -256,6 +262,69 @@ def _check_recomputation(policy: PolicyConfig, problems: _Problems) -> None:
         key,
         offloaded,
         "Megatron offloads activations without pipeline parallelism only",
+    )
+
+
+def _check_megatron(config: Config, problems: _Problems) -> None:
+    """Names that break an invariant; the installed Megatron is asked by megatron_settings.py."""
+    policy = config.policy
+    for name, value in policy.megatron.items():
+        key = f"policy.megatron.{name}"
+        if name in megatron.REJECTED:
+            problems.reject(key, value, f"not accepted: {megatron.REJECTED[name]}")
+        if name == "moe_router_fusion" and value and config.routing_replay.enabled:
+            problems.reject(
+                key,
+                value,
+                "a fused router selects its experts without asking for the recorded ones; needs "
+                "routing_replay.enabled=false",
+            )
+        if name in megatron.NEEDS_CUDA and value:
+            problems.need_cuda(key, value, "there is no GPU here; leave it out")
+        problems.check(
+            policy.fp8 is not None or not name.startswith("fp8_"), key, value, "needs policy.fp8"
+        )
+    if policy.megatron.get("moe_token_dispatcher_type") == "flex":
+        key = "policy.megatron.moe_token_dispatcher_type"
+        problems.need_cuda(key, "flex", "needs DeepEP or HybridEP, and there is no GPU here")
+        ranks = policy.parallel.expert * policy.parallel.expert_tensor_size
+        problems.check(ranks > 1, key, "flex", "needs policy.parallel.expert > 1")
+
+
+def _check_fp8(config: Config, problems: _Problems) -> None:
+    policy = config.policy
+    if policy.fp8 in FP8_RECIPES:
+        problems.need_cuda(
+            "policy.fp8", policy.fp8, "needs Transformer Engine, and there is no GPU here"
+        )
+        problems.check(
+            policy.precision == "bf16", "policy.fp8", policy.fp8, "needs policy.precision=bf16"
+        )
+        problems.check(
+            policy.parallel.context == 1,
+            "policy.fp8",
+            policy.fp8,
+            "needs policy.parallel.context = 1: shards of sequences are not whole FP8 blocks",
+        )
+    if config.engine.quantization == "fp8":
+        problems.need_cuda(
+            "engine.quantization", "fp8", "needs vLLM's GPU kernels, and there is no GPU here"
+        )
+
+
+def _check_attention(policy: PolicyConfig, problems: _Problems) -> None:
+    if policy.attention == "auto":
+        return
+    problems.need_cuda(
+        "policy.attention",
+        policy.attention,
+        "chooses a kernel for CUDA, and there is no GPU here; must be auto",
+    )
+    problems.check(
+        policy.parallel.context == 1,
+        "policy.attention",
+        policy.attention,
+        "context parallelism needs Transformer Engine's attention; must be auto",
     )
 
 
@@ -452,6 +521,14 @@ def _check_model(config: Config, arch: Architecture, problems: _Problems) -> Non
         )
     _check_experts(parallel, arch, "model", problems)
     _check_stages(parallel, arch, "model", problems)
+    for name, value in config.policy.megatron.items():
+        problems.check(
+            arch.experts is not None or not name.startswith("moe_"),
+            f"policy.megatron.{name}",
+            value,
+            "the model has no experts; leave it out",
+        )
+    _check_head_dim(config.policy, arch, "model", problems)
     offloaded = config.policy.activation_offload_layers
     problems.check(
         offloaded < arch.layers,
@@ -481,6 +558,18 @@ def _check_tensor_shards(
         )
 
 
+def _check_head_dim(
+    policy: PolicyConfig, arch: Architecture, whose: str, problems: _Problems
+) -> None:
+    problems.check(
+        policy.attention != "triton" or arch.head_dim <= _TRITON_HEAD_DIM,
+        "policy.attention",
+        policy.attention,
+        f"has heads of at most {_TRITON_HEAD_DIM} dimensions, and the {whose}'s have "
+        f"{arch.head_dim}; use flex, or auto",
+    )
+
+
 def _check_teacher(config: Config, arch: Architecture, problems: _Problems) -> None:
     """The teacher has the policy's parallel layout."""
     loss = config.loss
@@ -508,6 +597,7 @@ def _check_teacher(config: Config, arch: Architecture, problems: _Problems) -> N
     )
     _check_tensor_shards(config.policy.parallel, teacher, "teacher", problems)
     _check_stages(config.policy.parallel, teacher, "teacher", problems)
+    _check_head_dim(config.policy, teacher, "teacher", problems)
     if teacher.experts is not None:
         _check_experts(config.policy.parallel, teacher, "teacher", problems)
     context = config.context_tokens(arch)
@@ -778,6 +868,12 @@ def training_warnings(config: Config) -> list[str]:
         found.append(
             "loss.reduction = token: loss.type = gspo has one ratio per model call, so that long "
             "calls weigh more; the paper weighs calls equally: loss.reduction = step"
+        )
+    if config.engine.quantization and config.policy_loss.importance_sampling.mode == "none":
+        found.append(
+            f"engine.quantization = {config.engine.quantization}: rollouts sample from other "
+            "probabilities than the trainer's; loss.importance_sampling.mode = truncate corrects "
+            "for them"
         )
     mini_batch = config.mini_batch_prompts
     batch = config.rollout.prompts

@@ -14,6 +14,7 @@ from megastep.models.architecture import Architecture
 
 REQUIRED = "???"  # OmegaConf's mark for a value that must be given
 GPU_BACKENDS = ("nccl", "ipc")  # of sync.backend
+FP8_RECIPES = ("blockwise", "mxfp8", "tensorwise", "delayed")  # TransformerConfig.fp8_recipe
 
 # Sanity limits. Larger values are typing errors or would hang; the real limits are those of the
 # model and of the cluster, which other checks and `megastep plan` know.
@@ -119,7 +120,17 @@ class RolloutConfig:
         ge=1,
         limit=1 << 20,
     )
+    workers: int | None = setting(
+        None,
+        "agent workers, processes that run episodes; 0: the driver runs them; default: 0 without a "
+        "GPU, else by concurrency and spare CPUs",
+        ge=0,
+        limit=1 << 12,
+    )
     env_timeout_s: float = setting(60.0, "time limit of one environment call", gt=0, limit=SECONDS)
+    env_threads: int = setting(
+        256, "threads of a process for blocking environment calls", ge=1, limit=1 << 14
+    )
     max_observation_chars: int = setting(
         200_000, "characters of one observation; a longer one is an environment error", ge=1
     )
@@ -168,7 +179,19 @@ class PolicyConfig:
     precision: str = setting(
         "fp32", "fp32, or bf16 with fp32 master weights", choices=("fp32", "bf16")
     )
+    fp8: str | None = setting(
+        None,
+        "matrix products of the layers in FP8, by a recipe of Transformer Engine; weights stay in"
+        " bf16 (needs a GPU; not run yet)",
+        choices=FP8_RECIPES,
+    )
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    attention: str = setting(
+        "auto",
+        "kernel on CUDA: flex (FlexAttention), triton (this project's), auto: Transformer Engine's "
+        "for micro-batches without branches, else flex",
+        choices=("auto", "flex", "triton"),
+    )
     recompute: list[str] = setting(
         factory=list,
         meaning="activation recomputation: [full], or Megatron modules such as [core_attn, moe]",
@@ -189,6 +212,18 @@ class PolicyConfig:
         limit=1000,
     )
     moe_z_loss_coef: float = setting(0.0, "router z-loss", ge=0, limit=1000)
+    megatron: dict[str, Any] = setting(
+        factory=dict,
+        meaning="fields of Megatron's TransformerConfig, DistributedDataParallelConfig and"
+        " OptimizerConfig by their own names, such as {overlap_grad_reduce: true}; see"
+        " docs/gpus.md",
+    )
+
+    @property
+    def align_tokens(self) -> int:
+        """Micro-batches have a multiple of this many tokens: equal shards, whole FP8 blocks."""
+        block = {None: 1, "mxfp8": 32}.get(self.fp8, 16)
+        return self.parallel.tensor * block
 
 
 @dataclass
@@ -202,14 +237,29 @@ class EngineConfig:
     gpu_memory_utilization: float = setting(
         0.6, "fraction of each GPU's memory for weights and KV cache", gt=0, lt=1
     )
+    quantization: str | None = setting(
+        None,
+        "fp8: vLLM quantizes the weights of every weight sync (needs a GPU; not run yet)",
+        choices=("fp8",),
+    )
     cpu_kv_gb: float = setting(1.0, "KV cache of an engine on a CPU, in GB", gt=0, limit=1 << 16)
     start_timeout_s: int = setting(600, "time limit of an engine's start", gt=0, limit=SECONDS)
     request_timeout_s: int = setting(
-        600, "time limit of one call; beyond it the engine counts as hung", gt=0, limit=SECONDS
+        3600,
+        "time limit of one call, vLLM's queue included; beyond it the call is aborted and its "
+        "trajectory fails",
+        gt=0,
+        limit=SECONDS,
+    )
+    progress_timeout_s: float = setting(
+        300.0,
+        "an engine that has calls and samples nothing for so long is restarted",
+        gt=0,
+        limit=SECONDS,
     )
     health_every_s: float = setting(10.0, "interval of health checks", gt=0, limit=SECONDS)
     health_timeout_s: float = setting(60.0, "time limit of a health check", gt=0, limit=SECONDS)
-    restarts: int = setting(3, "restarts per engine", ge=0, limit=10**6)
+    restarts: int = setting(3, "restarts per engine and hour", ge=0, limit=10**6)
 
 
 @dataclass
@@ -220,9 +270,20 @@ class SyncConfig:
         choices=("auto", "shm", "nccl", "ipc"),
     )
     bucket_mb: int = setting(
-        64, "size of a transfer bucket; a larger tensor has its own", ge=1, limit=1 << 17
+        64,
+        "size of a transfer bucket; a larger tensor has its own, which then is the size of the "
+        "buffers of ipc and nccl",
+        ge=1,
+        limit=1 << 17,
     )
     verify: bool = setting(False, "compare checksums on both sides")
+    timeout_s: int = setting(
+        300,
+        "time limit of the engines' part in a transfer; engines beyond it are restarted",
+        gt=0,
+        # Ranks wait for it in a barrier of 600 s (distributed/parallel.py).
+        limit=500,
+    )
 
     def backend_for(self, has_gpu: bool, colocate: bool) -> str:
         if self.backend != "auto":
@@ -599,7 +660,7 @@ def settings() -> dict[str, Field]:
 
 @cache
 def open_keys() -> list[str]:
-    """Keys that hold mappings of any content: env.options, rollout.template."""
+    """Keys that hold mappings of any content, such as env.options."""
     return [key for key, found in settings().items() if get_origin(found.type) is dict]
 
 

@@ -1,4 +1,4 @@
-"""Patches that let Megatron-Core 0.16 run on gloo, on a machine without CUDA.
+"""Patches that let Megatron-Core run on gloo, on a machine without CUDA.
 
 Megatron-Core refers to CUDA in a few dozen places that have nothing to do with kernels: the device
 of this rank, stream synchronization, the generator of dropout. Each has an obvious meaning on a
@@ -11,6 +11,8 @@ CPU, which `install()` supplies:
 
 The real `torch` module is unchanged for all other libraries, except for `Tensor.cuda`, which would
 raise. With CUDA present `install()` does nothing.
+
+Line numbers are of Megatron-Core 0.16.1; 0.19.2 has the same places.
 
 Call it before a Megatron model is built; further calls have no effect.
 """
@@ -180,8 +182,11 @@ def _cpu_type_names(constant):
 
 def _patch_torch_adam_loading() -> None:
     """distrib_optimizer.py handles the per-parameter `step` of torch's AdamW only partly."""
+    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+    if not USING_PYTORCH_OPTIMIZER:
+        return
     set_state = DistributedOptimizer._set_main_param_and_optimizer_states
     load_state_dict = DistributedOptimizer.load_state_dict
 

@@ -168,6 +168,18 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def use(device: torch.device) -> None:
+    """Make it the current device of this thread: torch has one per thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def synchronize() -> None:
+    """Wait for all streams of this rank's GPU; a CPU has none."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def has_embedding(virtual_stage: int) -> bool:
     return mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage)
 

@@ -3,7 +3,8 @@
     policy rank     weights, gradients, optimizer (model_states.py), activations (activations.py)
     engine GPU      weights, KV cache
     colocated       training while the engine sleeps; rollouts while the policy is offloaded, except
-                    its weights
+                    its weights; weight syncs without the KV cache
+    weight sync     buffers of both sides (weight_sync.py)
 
 Constants that only a GPU could measure: RESERVE_GIB for CUDA, NCCL and allocator fragmentation,
 ENGINE_WORK_GIB for vLLM's largest forward pass, ASLEEP_GIB for a sleeping engine.
@@ -18,6 +19,8 @@ from megastep.config import Config
 from megastep.models.architecture import Architecture, read_architecture
 from megastep.plan.activations import Layer, head_bytes
 from megastep.plan.model_states import ModelStates, model_states
+from megastep.plan.weight_sync import SyncMemory, sync_memory
+from megastep.policy.megatron_settings import supports_deepep
 from megastep.policy.model import PRECISIONS
 from megastep.weights.mapping import param_mappings
 
@@ -26,6 +29,11 @@ H100_GIB = 79.6
 RESERVE_GIB = 6.0
 ENGINE_WORK_GIB = 4.0
 ASLEEP_GIB = 1.0
+GPUS_PER_NODE = 8  # that NVLink connects
+# Tokens that a channel of DeepEP receives at once from a rank.
+DEEPEP_TOKENS = 256
+DEEPEP_TOKENS_ACROSS_NODES = 720  # the largest of its configurations
+DEEPEP_RDMA_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,10 @@ class Stage:
     head_peak: int  # hidden states and logits at the head
     reference_peak: int  # the policy's weights while the KL's reference takes their place
     teacher: int  # weights of the teacher of a distillation
+    # Of Transformer Engine and DeepEP, also while a colocated engine works:
+    fp8_copies: int
+    placeholders: int
+    dispatcher: int
     host: int  # in CPU memory
 
     @property
@@ -50,9 +62,13 @@ class Stage:
         return max(self.kept + self.layer_peak, self.kept + self.head_peak, self.reference_peak)
 
     @property
+    def extras(self) -> int:
+        return self.fp8_copies + self.placeholders + self.dispatcher
+
+    @property
     def policy(self) -> int:
         states = self.states.weights + self.states.gradients + self.optimizer
-        return states + self.teacher + self.activations
+        return states + self.teacher + self.extras + self.activations
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,7 @@ class Plan:
     arch: Architecture
     stages: list[Stage]
     engine: EngineMemory
+    sync: SyncMemory
     gpu_bytes: int
     trajectory_tokens: int
     parameters: int
@@ -93,8 +110,23 @@ class Plan:
 
     def rollout_bytes(self, stage: Stage) -> int:
         """Of a GPU of this stage, while a colocated engine works."""
-        policy = stage.states.weights + stage.teacher + stage.optimizer_in_rollout
+        policy = stage.states.weights + stage.teacher + stage.extras + stage.optimizer_in_rollout
         return int(policy + RESERVE_GIB * GIB + self.engine.budget)
+
+    def weight_sync_bytes(self, stage: Stage) -> int:
+        """Of a GPU of this stage, during a weight sync; a colocated engine has no KV cache then."""
+        sent = self.sync.rank_0 if stage.number == 0 else self.sync.every_rank
+        if self.config.cluster.colocate:
+            policy = stage.states.weights + stage.teacher + stage.optimizer_in_rollout
+            engine = ASLEEP_GIB * GIB + self.engine.weights + self.sync.engine
+            return int(policy + stage.extras + sent + engine + RESERVE_GIB * GIB)
+        policy = stage.states.weights + stage.states.gradients + stage.optimizer + stage.teacher
+        return int(policy + stage.extras + sent + RESERVE_GIB * GIB)
+
+    @property
+    def engine_sync_bytes(self) -> int:
+        """Of a disaggregated engine's GPU, during a weight sync; no forward pass runs then."""
+        return int(self.engine.budget - ENGINE_WORK_GIB * GIB + self.sync.engine)
 
     @property
     def training_fits(self) -> bool:
@@ -110,6 +142,10 @@ class Plan:
             if self.config.cluster.colocate:
                 excess = self.rollout_bytes(stage) - self.gpu_bytes
                 found.append((excess, self._rollout_problem(stage)))
+            excess = self.weight_sync_bytes(stage) - self.gpu_bytes
+            found.append((excess, self._sync_problem(stage)))
+        if not self.config.cluster.colocate:
+            found.append((self.engine_sync_bytes - self.gpu_bytes, self._engine_sync_problem()))
         engine = self.engine
         if not engine.holds_a_call:
             excess = engine.context_tokens * engine.kv_per_token - engine.kv_cache
@@ -124,6 +160,7 @@ class Plan:
             "optimizer": stage.optimizer,
             "activations": stage.activations,
             "the teacher's weights": stage.teacher,
+            "FP8 copies of weights": stage.fp8_copies,
         }
         name, size = max(parts.items(), key=lambda item: item[1])
         return f"training on stage {stage.number + 1}: mostly {name}, {gib(size)} GiB"
@@ -138,6 +175,19 @@ class Plan:
             f"leaves no room for {what}"
         )
 
+    def _sync_problem(self, stage: Stage) -> str:
+        problem = f"weight sync on stage {stage.number + 1}: buffers of {gib(self.sync.buffer)} GiB"
+        if self.config.cluster.colocate:
+            problem += f" and {gib(self.sync.engine)} GiB in the engine"
+        return problem
+
+    def _engine_sync_problem(self) -> str:
+        utilization = self.config.engine.gpu_memory_utilization
+        return (
+            f"weight sync: engine.gpu_memory_utilization = {utilization} leaves no room for "
+            f"{gib(self.sync.engine)} GiB of received weights"
+        )
+
     def _engine_problem(self) -> str:
         return (
             f"engine: no room for the KV cache of one call of {self.engine.context_tokens} tokens; "
@@ -148,6 +198,7 @@ class Plan:
     def free_bytes(self) -> int:
         """Of the policy's fullest GPU; disaggregated engines use a fixed fraction of theirs."""
         used = [self.training_bytes(stage) for stage in self.stages]
+        used += [self.weight_sync_bytes(stage) for stage in self.stages]
         if self.config.cluster.colocate:
             used += [self.rollout_bytes(stage) for stage in self.stages]
         return self.gpu_bytes - max(used)
@@ -211,6 +262,7 @@ def make_plan(
             for number, (of_stage, teacher) in enumerate(zip(states, teacher_bytes(config)))
         ],
         engine=engine_memory(config, gpu_gib),
+        sync=sync_memory(config, arch),
         gpu_bytes=int(gpu_gib * GIB),
         trajectory_tokens=trajectory_tokens,
         parameters=parameters(arch),
@@ -292,6 +344,7 @@ def stage_memory(
         host += states.weights
     offloaded = config.optimizer.cpu_offload_fraction
     optimizer = int(states.optimizer * (1 - offloaded))
+    fuses_gradients = policy.megatron.get("gradient_accumulation_fusion", cuda)
     return Stage(
         number=number,
         states=states,
@@ -300,12 +353,37 @@ def stage_memory(
         optimizer_in_rollout=optimizer if offloaded > 0 else 0,
         kept=int(sum(kept[:on_device])),
         in_flight=flight,
-        layer_peak=int(backward * tokens + states.largest_weight),
+        layer_peak=int(backward * tokens + (0 if fuses_gradients else states.largest_weight)),
         head_peak=head_peak,
         reference_peak=int(reference_peak),
         teacher=teacher,
+        fp8_copies=states.fp8_copies,
+        placeholders=states.placeholders if fuses_gradients else 0,
+        dispatcher=dispatcher_bytes(config, arch) if cuda else 0,
         host=int(host),
     )
+
+
+def dispatcher_bytes(config: Config, arch: Architecture) -> int:
+    """Buffers of DeepEP, at most, as its csrc/config.hpp computes them.
+
+    Whether the GPU nodes have DeepEP is unknown here: without it there are none.
+    """
+    policy = config.policy
+    default = "flex" if supports_deepep(policy) else "alltoall"
+    dispatcher = policy.megatron.get("moe_token_dispatcher_type", default)
+    if arch.experts is None or dispatcher != "flex":
+        return 0
+    ranks = policy.parallel.expert * policy.parallel.expert_tensor_size
+    nodes = -(-ranks // GPUS_PER_NODE)
+    channels = policy.megatron.get("moe_deepep_num_sms", 20) // 2
+    # Hidden state, source, and room for 128 experts' indices, weights and scales.
+    token_bytes = arch.hidden * 2 + 16 + 128 * (8 + 4 + 4)
+    if nodes == 1:
+        return channels * ranks * DEEPEP_TOKENS * token_bytes
+    nvlink = channels * GPUS_PER_NODE * DEEPEP_TOKENS_ACROSS_NODES * token_bytes
+    rdma = channels * nodes * DEEPEP_RDMA_TOKENS * token_bytes * 2
+    return nvlink + rdma
 
 
 def _optimizer_on_host(config: Config, states: ModelStates) -> float:
@@ -330,11 +408,20 @@ def in_flight(pipeline: int, virtual: int, stage: int, micro_batches: int) -> fl
     return min(chunks, micro_batches * virtual) / virtual
 
 
+def engine_weights(config: Config, arch: Architecture) -> int:
+    """Bytes; engine.quantization leaves the embedding and the head in the policy's precision."""
+    itemsize = PRECISIONS[config.policy.precision].itemsize
+    if config.engine.quantization is None:
+        return parameters(arch) * itemsize
+    outside = arch.vocab * arch.hidden * (1 if arch.tied else 2)
+    return parameters(arch) - outside + outside * itemsize
+
+
 def engine_memory(config: Config, gpu_gib: float) -> EngineMemory:
     arch = read_architecture(config.model.path)
     itemsize = PRECISIONS[config.policy.precision].itemsize
     tensor = config.engine.tensor_parallel
-    weights = parameters(arch) * itemsize // tensor
+    weights = engine_weights(config, arch) // tensor
     budget = int(config.engine.gpu_memory_utilization * gpu_gib * GIB)
     kv_heads = max(arch.kv_heads // tensor, 1)
     return EngineMemory(

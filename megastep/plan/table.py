@@ -2,6 +2,20 @@
 
 from megastep.plan.planning import ENGINE_WORK_GIB, RESERVE_GIB, Plan, Stage, gib
 
+# Settings of policy.megatron whose memory the plan knows; 0 for most.
+COUNTED = {
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "align_param_gather",
+    "bucket_size",
+    "pad_buckets_for_high_nccl_busbw",
+    "gradient_accumulation_fusion",
+    "disable_parameter_transpose_cache",
+    "moe_token_dispatcher_type",
+    "moe_deepep_num_sms",
+    "deterministic_mode",
+}
+
 
 def text(plan: Plan) -> str:
     sections = [_heading(plan), _ranks(plan), _engine(plan), _batch(plan), _verdict(plan)]
@@ -20,11 +34,24 @@ def _heading(plan: Plan) -> list[str]:
         recompute = f"recompute {', '.join(policy.recompute)}"
     return [
         f"{config.model.path}: {plan.arch.family}, {plan.arch.layers} layers, "
-        f"{plan.parameters / 1e9:.1f}e9 parameters, {policy.precision}",
+        f"{plan.parameters / 1e9:.1f}e9 parameters, {_precision(plan)}",
         f"policy on {policy.ranks} GPUs of {gib(plan.gpu_bytes)} GiB ({_parallelism(plan)}), "
         f"{engine.num_engines} engines × {engine.tensor_parallel} on {where}",
         f"micro-batches of {config.train.micro_batch_tokens} tokens, {recompute}",
+        *_not_counted(plan),
     ]
+
+
+def _not_counted(plan: Plan) -> list[str]:
+    """Settings of Megatron whose memory, if any, is not in the plan."""
+    names = [name for name in plan.config.policy.megatron if name not in COUNTED]
+    return [f"policy.megatron: memory not counted: {', '.join(names)}"] if names else []
+
+
+def _precision(plan: Plan) -> str:
+    fp8 = plan.config.policy.fp8
+    precision = plan.config.policy.precision
+    return f"{precision} with FP8 ({fp8})" if fp8 else precision
 
 
 def _parallelism(plan: Plan) -> str:
@@ -66,14 +93,19 @@ def _column(plan: Plan, stage: Stage) -> dict[str, str]:
         holds += " + embedding"
     if states.has_head:
         holds += " + head"
-    teacher = {"teacher's weights": gib(stage.teacher)} if stage.teacher else {}
+    further = {
+        "teacher's weights": stage.teacher,
+        "FP8 copies of weights": stage.fp8_copies,
+        "fused gradients": stage.placeholders,
+        "DeepEP": stage.dispatcher,
+    }
     column = {
         "holds": holds,
         "parameters, 1e9": f"{states.parameters / 1e9:.2f}",
         "weights": gib(states.weights),
         "gradients": gib(states.gradients),
         "optimizer": gib(stage.optimizer),
-        **teacher,
+        **{name: gib(size) for name, size in further.items() if size},
         "activations, peak": gib(stage.activations),
         "  kept for backward": gib(stage.kept),
         "  micro-batches in flight": f"{stage.in_flight:g}",
@@ -84,6 +116,7 @@ def _column(plan: Plan, stage: Stage) -> dict[str, str]:
     }
     if plan.config.cluster.colocate:
         column["rollout, total"] = gib(plan.rollout_bytes(stage))
+    column["weight sync, total"] = gib(plan.weight_sync_bytes(stage))
     column["CPU memory per rank"] = gib(stage.host)
     return column
 
@@ -108,11 +141,21 @@ def _batch(plan: Plan) -> list[str]:
         f"{plan.batch_tokens / 1e6:.1f}e6 tokens",
         f"an optimizer step: {plan.micro_batches} micro-batches per rank, "
         f"pipeline bubble {plan.bubble:.0%}",
-        f"a weight sync: {gib(plan.sync_bytes)} GiB into each engine",
+        _weight_sync(plan),
     ]
     if plan.routing_bytes:
         lines.append(f"routing of a batch: {gib(plan.routing_bytes)} GiB")
     return lines
+
+
+def _weight_sync(plan: Plan) -> str:
+    line = f"a weight sync: {gib(plan.sync_bytes)} GiB into each engine"
+    if plan.sync.buffer:
+        line += (
+            f", buffers of {gib(plan.sync.buffer)} GiB (sync.bucket_mb = "
+            f"{plan.config.sync.bucket_mb}, largest tensor {gib(plan.sync.largest_tensor)} GiB)"
+        )
+    return f"{line}; {gib(plan.sync.engine)} GiB more on its GPUs meanwhile"
 
 
 def _verdict(plan: Plan) -> list[str]:

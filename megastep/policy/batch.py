@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megastep.distributed import parallel
 from megastep.policy import context
-from megastep.policy.attention import TrieParams, packed_params, trie_params
+from megastep.policy.attention import TrieParams, packed_sequences, trie_params
 from megastep.policy.logprobs import LogitRows, logit_rows
 from megastep.types import FREE, MicroBatch, Trie
 
@@ -20,8 +20,7 @@ class PolicyBatch:
     tokens: Tensor  # [1, T]
     # [1, T/tp] bool: padding among the tokens that this rank's routers see
     padding: Tensor
-    # [T] for the rotary embedding; with context parallelism of the tokens of all ranks
-    position: Tensor
+    position: Tensor  # [T] for the rotary embedding
     rope_tokens: int  # greater than any position
     attention: TrieParams
     rows: LogitRows | None  # None: the stage has no output layer
@@ -39,8 +38,12 @@ def prepare(
     kept_rows: int,
     temperature: float,
     entropy_gradient: bool,
+    attention_setting: str,
 ) -> PolicyBatch:
-    """groups: query heads per key head; kept_rows: see logprobs.py."""
+    """groups: query heads per key head; kept_rows: see logprobs.py.
+
+    attention_setting: policy.attention. Context parallelism has one kernel, for sequences.
+    """
     trie = micro_batch.trie
     device = parallel.device()
     tokens = trie.tokens
@@ -49,13 +52,14 @@ def prepare(
     loss = trie.loss
     table_rows = None
     if parallel.place().context_size == 1:
-        attention = trie_params(trie, groups, device)
+        attention = trie_params(trie, groups, device, attention_setting)
     else:
         shard = _context_shard(trie)
         tokens = context.take_tokens(tokens, shard.take, padding=0)
         position = shard.position
         padding = context.take_tokens(padding, shard.take, padding=True)
-        attention = packed_params(shard.starts, device, shard.padded_starts)
+        sequences = packed_sequences(shard.starts, device, shard.padded_starts)
+        attention = TrieParams(sequences=sequences)
         rows, src = context.own_rows(loss.src, shard.take)
         loss = loss.take(rows)
         loss.src = src

@@ -2,8 +2,8 @@
 
     padding   each sequence is padded to a multiple of 2 × size × tensor tokens
     chunks    and divided into 2 × size chunks. Rank r has chunk r from the front and chunk r from
-              the back, so that causal attention costs every rank the same. Transformer Engine and
-              Megatron's rotary embedding for packed sequences expect this order.
+              the back, so that causal attention costs every rank the same. Transformer Engine
+              expects this order.
     rows      each rank computes the loss rows whose source it has; `gather_rows` collects them, so
               that the loss sees all rows of a step
 
@@ -28,10 +28,11 @@ class ContextShard:
     Example: one sequence of 7 tokens, size 2, padded to 8 and divided into 4 chunks.
 
         rank 0   take  0 1 6 -1         rank 1   take  2 3 4 5
+                 position  0 1 6 7               position  2 3 4 5
     """
 
     take: np.ndarray  # [T_here] indices into the micro-batch's tokens; -1: padding
-    position: np.ndarray  # [T_padded] of all tokens, padding included: for the rotary embedding
+    position: np.ndarray  # [T_here] in the sequence, padding included: for the rotary embedding
     starts: np.ndarray  # [sequences + 1] without padding
     padded_starts: np.ndarray  # [sequences + 1]
 
@@ -46,16 +47,17 @@ def shard_sequences(trie: Trie, rank: int, size: int, tensor: int) -> ContextSha
     multiple = 2 * size * tensor
     lengths = np.diff(starts)
     padded_lengths = -(-lengths // multiple) * multiple
-    position = np.concatenate([np.arange(n) for n in padded_lengths]).astype(np.int32)
     take = []
+    position = []
     for start, length, padded_length in zip(starts, lengths, padded_lengths):
         chunk_tokens = padded_length // (2 * size)
         for chunk in (rank, 2 * size - 1 - rank):
             offset = np.arange(chunk * chunk_tokens, (chunk + 1) * chunk_tokens)
             take.append(np.where(offset < length, start + offset, -1))
+            position.append(offset)
     return ContextShard(
         take=np.concatenate(take),
-        position=position,
+        position=np.concatenate(position).astype(np.int32),
         starts=starts,
         padded_starts=np.append(0, np.cumsum(padded_lengths)),
     )

@@ -9,6 +9,7 @@ Both have the same parameters under the same checkpoint keys.
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -30,13 +32,16 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megastep.config import ParallelConfig, PolicyConfig
+from megastep.config import Config, ParallelConfig, PolicyConfig
 from megastep.distributed import parallel
-from megastep.models.architecture import Architecture, rope_type
-from megastep.policy.attention import FlexTrieAttention, TrieAttention
+from megastep.distributed.megatron_version import mlp_submodules
+from megastep.errors import ConfigError
+from megastep.models.architecture import Architecture, read_architecture, rope_type
+from megastep.policy.attention import CudaTrieAttention, TrieAttention
 from megastep.policy.batch import PolicyBatch
 from megastep.policy.context import gather_rows
 from megastep.policy.logprobs import VocabShard, row_logprobs
+from megastep.policy.megatron_settings import check_settings, ddp_settings, transformer_settings
 from megastep.policy.router_losses import PolicyRouter
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,10 +55,14 @@ def build_model(arch: Architecture, policy: PolicyConfig) -> "list[PolicyModel]"
     each of Transformer Engine's layers.
     """
     on_meta = torch.get_default_device().type == "meta"
-    on_cuda = torch.cuda.is_available() and not on_meta
+    on_cuda = has_cuda() and not on_meta
     virtual_stages = policy.parallel.virtual
     inverse_frequencies, softmax_scale = _rope(arch)
     config = transformer_config(arch, policy, softmax_scale, on_cuda, mark_shards=not on_meta)
+    if on_cuda:
+        # layers.py:924: fused gradients of the output layer would need apex, but its own matrix
+        # product never runs.
+        layers._grad_accum_fusion_available = True
     chunks = []
     for stage in range(virtual_stages):
         virtual_stage = stage if virtual_stages > 1 else None
@@ -74,10 +83,22 @@ def build_model(arch: Architecture, policy: PolicyConfig) -> "list[PolicyModel]"
     return chunks
 
 
+def has_cuda() -> bool:
+    """Selects the CUDA layer spec; tests/te builds it without a GPU."""
+    return torch.cuda.is_available()
+
+
 class PolicyModel(GPTModel):
     """A GPTModel over tries; its last stage returns logprob and entropy of the loss rows."""
 
     shard: VocabShard
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        if self.post_process:
+            # Called as a module: with overlap_param_gather a hook before its forward pass waits for
+            # the weight.
+            self.output_layer.forward = self._row_values
 
     def forward(self, batch: PolicyBatch) -> torch.Tensor:
         """Hidden states [T/tp, 1, h]; on the last stage [2, N]: logprobs and entropies."""
@@ -95,7 +116,7 @@ class PolicyModel(GPTModel):
         )
         if not self.post_process:
             return hidden
-        values = self._row_values(hidden.squeeze(1), batch)
+        values = self.output_layer(hidden.squeeze(1), batch)
         if batch.table_rows is None:
             return values
         return gather_rows.apply(
@@ -120,22 +141,57 @@ def _vocab_shard(arch: Architecture) -> VocabShard:
     return VocabShard(first, real, parallel.tensor_group())
 
 
-def wrap_for_training(chunks: list[GPTModel], precision: str) -> list[DistributedDataParallel]:
+def wrap_for_training(
+    chunks: list[GPTModel], policy: PolicyConfig
+) -> list[DistributedDataParallel]:
     """Cast each chunk and wrap it in Megatron's data parallelism; gradients are summed in fp32."""
     config = chunks[0].config
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
         average_in_collective=False,
+        **ddp_settings(policy, has_cuda()),
     )
-    wrapped = [Float16Module(config, chunk) if precision == "bf16" else chunk for chunk in chunks]
-    return [
+    is_bf16 = policy.precision == "bf16"
+    cast = [Float16Module(config, chunk) if is_bf16 else chunk for chunk in chunks]
+    wrapped = [
         DistributedDataParallel(
             config=config, ddp_config=ddp, module=chunk, disable_bucketing=i > 0
         )
-        for i, chunk in enumerate(wrapped)
+        for i, chunk in enumerate(cast)
     ]
+    if ddp.overlap_grad_reduce:  # gradients are communicated in the last backward pass only
+        config.no_sync_func = _by_chunk([chunk.no_sync for chunk in wrapped])
+    if ddp.overlap_param_gather and ddp.align_param_gather:
+        config.param_sync_func = _by_chunk([chunk.start_param_sync for chunk in wrapped])
+    return wrapped
+
+
+def _by_chunk(functions: list[Callable]) -> Callable | list[Callable]:
+    """Megatron's schedules take a function, the interleaved one a list of them."""
+    return functions if len(functions) > 1 else functions[0]
+
+
+def gather_weights(chunks: list[DistributedDataParallel]) -> None:
+    """Complete the weights after an optimizer step, see `overlap_param_gather`.
+
+    With it the step leaves each rank with its own shard of new weights; others arrive in the next
+    forward pass.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def check_megatron(config: Config) -> None:
+    """Megatron's own checks of policy.megatron, before any rank starts; raises ConfigError."""
+    check_settings(config)
+    arch = read_architecture(config.model.path)
+    try:
+        transformer_config(arch, config.policy, None, has_cuda(), mark_shards=True)
+    except (AssertionError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError([f"policy.megatron: Megatron rejects it ({reason})"]) from None
 
 
 def transformer_config(
@@ -196,11 +252,9 @@ def transformer_config(
         embedding_init_method=_leave_uninitialized,
         # Keeps Megatron from selecting another device under the meta device.
         use_cpu_initialization=not on_cuda,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=on_cuda,
-        bias_activation_fusion=on_cuda,
-        bias_dropout_fusion=on_cuda,
+        # The fused rotary embedding takes frequencies by offset in a sequence, not by token.
         apply_rope_fusion=False,
+        **transformer_settings(arch, policy, on_cuda),
     )
 
 
@@ -220,8 +274,7 @@ def _recomputation(policy: PolicyConfig) -> dict:
 
 def _expert_settings(arch: Architecture, policy: PolicyConfig, on_cuda: bool) -> dict:
     if arch.experts is None:
-        # Megatron checks the dispatcher for variable lengths even without experts.
-        return dict(moe_token_dispatcher_type="alltoall")
+        return {}
     return dict(
         num_moe_experts=arch.experts.count,
         moe_router_topk=arch.experts.top_k,
@@ -234,7 +287,6 @@ def _expert_settings(arch: Architecture, policy: PolicyConfig, on_cuda: bool) ->
         moe_router_load_balancing_type="aux_loss" if policy.moe_aux_loss_coef > 0 else "none",
         moe_aux_loss_coeff=policy.moe_aux_loss_coef,
         moe_z_loss_coeff=policy.moe_z_loss_coef or None,
-        moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=on_cuda,
     )
 
@@ -261,7 +313,7 @@ def layer_spec(
             config, use_transformer_engine=True, vp_stage=virtual_stage
         )
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = FlexTrieAttention
+            layer.submodules.self_attention.submodules.core_attention = CudaTrieAttention
             _set_router(layer)
         return spec
     moe_layers = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
@@ -294,7 +346,7 @@ def _cpu_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
 
 
 def _set_router(layer: ModuleSpec) -> None:
-    mlp = layer.submodules.mlp.submodules
+    mlp = mlp_submodules(layer)
     if isinstance(mlp, MoESubmodules):
         mlp.router = PolicyRouter
 

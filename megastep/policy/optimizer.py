@@ -20,12 +20,16 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megastep.config import OptimizerConfig
-from megastep.policy.model import PRECISIONS
+from megastep.config import OptimizerConfig, PolicyConfig
+from megastep.policy import model
+from megastep.policy.megatron_settings import optimizer_settings
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], config: OptimizerConfig, precision: str, total_steps: int
+    chunks: list[DistributedDataParallel],
+    config: OptimizerConfig,
+    policy: PolicyConfig,
+    total_steps: int,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -37,14 +41,15 @@ def build_optimizer(
             adam_eps=config.eps,
             weight_decay=config.weight_decay,
             clip_grad=config.clip_grad,
-            bf16=precision == "bf16",
-            params_dtype=PRECISIONS[precision],
+            bf16=policy.precision == "bf16",
+            params_dtype=model.PRECISIONS[policy.precision],
             use_distributed_optimizer=True,
             optimizer_cpu_offload=config.cpu_offload_fraction > 0,
             optimizer_offload_fraction=config.cpu_offload_fraction,
             # Without it Megatron keeps a second fp32 copy of all weights on the GPU, and the hybrid
             # optimizer cannot load a checkpoint.
             use_precision_aware_optimizer=config.cpu_offload_fraction > 0,
+            **optimizer_settings(policy, model.has_cuda()),
         ),
         chunks,
     )

@@ -32,6 +32,9 @@ from torch import Tensor
 from megastep.distributed import parallel
 from megastep.errors import ReplayError
 
+# Balancing types whose routers do not call get_replay_topk; the second is of Megatron-Core 0.19.
+OWN_SELECTION = ("sinkhorn", "quantile_balancing")
+
 
 class LayerReplay(RouterReplay):
     """The recorded routing of one router. Not registered in Megatron's process-wide list."""
@@ -97,10 +100,17 @@ class LayerReplay(RouterReplay):
 def attach(chunk: GPTModel) -> list[LayerReplay]:
     """Add a LayerReplay to each router of the chunk, in order of depth."""
     routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-    if chunk.config.moe_router_fusion and routers:
+    config = chunk.config
+    if config.moe_router_fusion and routers:
         raise ReplayError(
             "routing replay does not support moe_router_fusion: a fused router selects its experts "
             "without asking for the recorded ones"
+        )
+    if config.moe_router_load_balancing_type in OWN_SELECTION and routers:
+        raise ReplayError(
+            "routing replay does not support moe_router_load_balancing_type "
+            f"{config.moe_router_load_balancing_type}: it selects experts without asking for the "
+            "recorded ones"
         )
     for router in routers:
         router.router_replay = LayerReplay(router.layer_number - 1)

@@ -28,6 +28,7 @@ class Teacher:
         self.arch = read_architecture(config.loss.teacher)
         self.temperature = config.rollout.temperature
         self.logits_chunk_rows = config.policy.logits_chunk_rows
+        self.attention_setting = config.policy.attention
         forward_only = replace(config.policy, recompute=[], activation_offload_layers=0)
         chunks = build_model(self.arch, forward_only)
         load_hf(chunks, self.arch, HFReader(config.loss.teacher))
@@ -51,6 +52,7 @@ class Teacher:
             self.logits_chunk_rows,
             self.temperature,
             entropy_gradient=False,
+            attention_setting=self.attention_setting,
         )
         return model(batch), _logprob
 

@@ -33,7 +33,7 @@ from megastep.models.architecture import read_architecture
 from megastep.policy import routing_replay
 from megastep.policy.batch import own_routing, prepare
 from megastep.policy.loss import MAXIMA, SUMS, LossMetrics, loss_rows, means, policy_loss
-from megastep.policy.model import build_model, wrap_for_training
+from megastep.policy.model import build_model, gather_weights, wrap_for_training
 from megastep.policy.optimizer import build_optimizer, clip_and_step
 from megastep.policy.schedule import run_schedule
 from megastep.policy.teacher import Teacher
@@ -68,7 +68,7 @@ class PolicyWorker:
             weights = RandomWeights(self.arch, config.train.seed)
         load_hf(chunks, self.arch, weights)
         self.layer_replays = [routing_replay.attach(chunk) for chunk in chunks]
-        self.chunks = wrap_for_training(chunks, policy.precision)
+        self.chunks = wrap_for_training(chunks, policy)
         self.teacher = Teacher(config) if config.loss.type == "distill" else None
         self._saver = saver.Saver()
         self._megatron = chunks[0].config
@@ -85,7 +85,7 @@ class PolicyWorker:
         self.temperature = 1.0 if loss.type == "nll" else self.config.rollout.temperature
         self._release_optimizer()
         self.optimizer, self.scheduler = build_optimizer(
-            self.chunks, optimizer, self.config.policy.precision, optimizer_steps
+            self.chunks, optimizer, self.config.policy, optimizer_steps
         )
         self._megatron.grad_scale_func = self.optimizer.scale_loss
         self.reference: list[Tensor] | None = None
@@ -110,10 +110,16 @@ class PolicyWorker:
                 self.compute_reference_logprobs(micro_batches)
             if self.loss.type == "distill":
                 self.compute_teacher_logprobs(micro_batches)
-        return [self.update(micro_batches) for micro_batches in mini_batches]
+        updates = [self.update(micro_batches) for micro_batches in mini_batches]
+        gather_weights(self.chunks)  # exports, checkpoints and references read them
+        return updates
 
     def update(self, micro_batches: list[MicroBatch]) -> Update:
-        """One optimizer step on this data-parallel rank's micro-batches."""
+        """One optimizer step on this data-parallel rank's micro-batches.
+
+        With overlap_param_gather only another forward pass may follow: `learn` completes the
+        weights for all else.
+        """
         self.step += 1
         # The schedule counts mini-batches, also those without an update: it ends with the run.
         self.scheduler.step(1)
@@ -205,6 +211,7 @@ class PolicyWorker:
             self.config.policy.logits_chunk_rows,
             self.temperature,
             entropy_gradient=self.loss.entropy_coef > 0,
+            attention_setting=self.config.policy.attention,
         )
         return model(batch), partial(finish, micro_batch)
 

@@ -38,6 +38,13 @@ MEANINGS = {
     "for at least 0.5 s at a time, mean over the trajectories affected",
     "env/NAME": "number that the environment reports under this name, mean over the trajectories "
     "that have it",
+    # engines and agent workers
+    "engine/serving": "engines that serve",
+    "engine/restarts": "engine restarts since the start of the run",
+    "engine/queued": "model calls beyond engine.max_sequences, which wait in vLLM's queue",
+    "worker/restarts": "agent worker restarts since the start of the run",
+    "worker/env_calls_waiting": "blocking environment calls that waited for a thread of a worker "
+    "(rollout.env_threads), maximum",
     # staleness
     "staleness/mean": "weight syncs since each trained token was sampled, mean",
     "staleness/max": "weight syncs since each trained token was sampled, maximum; at most "

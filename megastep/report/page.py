@@ -18,7 +18,7 @@ from megastep.report.tokens import (
     visible,
 )
 from megastep.samples.metrics import succeeded
-from megastep.samples.prefix import common_prefix
+from megastep.samples.prefix import shared_prefixes
 from megastep.types import Group, Step, Trajectory
 
 TRAJECTORIES = 12
@@ -256,28 +256,22 @@ def _trajectory(trajectory: Trajectory, decoder: TokenDecoder, is_open: bool) ->
         f"{turns} turn{'s' * (turns != 1)}, ended by {visible(trajectory.stop_reason)} "
         f"<small>{visible(env_metrics)}</small>"
     )
-    previous_ids: np.ndarray = np.zeros(0, np.int32)
     turns_html = []
-    for step in trajectory.steps:
-        turns_html.append(_turn(step, previous_ids, decoder))
-        previous_ids = np.concatenate([step.prompt_ids, step.response_ids])
+    for step, prompt_ids, seen in shared_prefixes(trajectory.steps):
+        turns_html.append(_turn(step, prompt_ids[seen:], seen, decoder))
     opened = " open" if is_open else ""
     summary = f"<summary>{heading}</summary>"
     return f'<details class="trajectory"{opened}>{summary}{"".join(turns_html)}</details>'
 
 
-def _turn(step: Step, previous_ids: np.ndarray, decoder: TokenDecoder) -> str:
+def _turn(step: Step, new_ids: np.ndarray, seen: int, decoder: TokenDecoder) -> str:
     """The prompt from where it differs from the previous turn's tokens on, and the response."""
-    seen = common_prefix(previous_ids, step.prompt_ids)
     known = f"<small>{seen} tokens shared with the previous turn, then</small> " if seen else ""
-    prompt = _both_ends(
-        len(step.prompt_ids) - seen,
-        lambda part: prompt_html(step.prompt_ids[seen:][part].tolist(), decoder),
-    )
+    prompt = _both_ends(len(new_ids), lambda part: prompt_html(new_ids[part].tolist(), decoder))
     response = _both_ends(len(step.response_ids), lambda part: response_html(step, decoder, part))
     return (
         f'<div class="turn">turn {step.index + 1}: finish <b>{visible(step.finish)}</b>, '
-        f"reward {step.reward:g}, {len(step.prompt_ids)} prompt tokens, "
+        f"reward {step.reward:g}, {step.prompt_tokens} prompt tokens, "
         f"{len(step.response_ids)} response tokens"
         f'<pre class="prompt">{known}{prompt}</pre><pre class="response">{response}</pre></div>'
     )

@@ -110,7 +110,7 @@ def _routed_experts(step: Step, token: int) -> str:
     """Routed experts of a response token per layer, where recorded."""
     if step.routing is None or step.routing[0:1].size > SHOWN_EXPERTS:
         return ""
-    row = len(step.prompt_ids) + token - step.routing_start
+    row = step.prompt_tokens + token - step.routing_start
     if not 0 <= row < len(step.routing):
         return ""
     return " · experts " + " | ".join(

@@ -41,6 +41,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megastep.config import RolloutConfig
+from megastep.rollout.encoding import LONG_CHARS, encoding_thread
 from megastep.rollout.env import (
     Env,
     Message,
@@ -49,9 +50,10 @@ from megastep.rollout.env import (
     checked_outcome,
     checked_start,
 )
-from megastep.rollout.generation import Generate, Generation, Sampling
-from megastep.rollout.renderer import Renderer
+from megastep.rollout.generation import Generate, Generation, Sampling, Session
+from megastep.rollout.renderer import History, Renderer
 from megastep.rollout.watch import BLOCKED_S, LoopWatch, timed, warn, watched
+from megastep.samples.prefix import common_prefix
 from megastep.samples.validation import recorded_tokens
 from megastep.text import describe
 from megastep.types import FinishReason, Step, StopReason, Trajectory
@@ -101,7 +103,7 @@ class Agent:
     watch: LoopWatch = field(default_factory=LoopWatch)
 
     async def run_episode(
-        self, make_env: Callable[[], Env], group_id: int, index: int, session: str
+        self, make_env: Callable[[], Env], group_id: int, index: int, session: Session
     ) -> Trajectory:
         """Never raises for a failing environment or engine. Cancellation closes the environment."""
         episode = _Episode(self, make_env, group_id, index, session)
@@ -143,7 +145,7 @@ _abandoned: set[asyncio.Task] = set()  # the event loop holds tasks by weak refe
 
 class _Episode:
     def __init__(
-        self, agent: Agent, make_env: Callable[[], Env], group_id: int, index: int, session: str
+        self, agent: Agent, make_env: Callable[[], Env], group_id: int, index: int, session: Session
     ):
         self.agent = agent
         self.make_env = make_env
@@ -152,6 +154,7 @@ class _Episode:
         self.session = session
         self.env: Env | None = None
         self.steps: list[Step] = []
+        self.sequence = np.empty(0, np.int32)  # tokens of the latest step, prompt and response
         self.recorded = Recorded()
         self.metrics: dict = {}
         self.stop: _Stop | None = None  # set before the environment is closed
@@ -171,7 +174,8 @@ class _Episode:
     async def run(self) -> None:
         limits = self.agent.limits
         messages = await self.call_env(self.start)
-        history = self.render(self.agent.renderer.history, messages)
+        history = self.render(self.agent.renderer.begin, messages)
+        await self.encode(history, messages)
         state = None
         while True:
             if len(history.prompt_ids) > limits.max_prompt_tokens:
@@ -191,7 +195,8 @@ class _Episode:
                 raise _Stop(StopReason.DONE)
             if len(self.steps) == limits.max_turns:
                 raise _Stop(StopReason.MAX_TURNS)
-            self.render(history.extend, step.response_ids, outcome.observation)
+            self.render(history.add, step.response_ids, outcome.observation)
+            await self.encode(history, outcome.observation)
 
     async def start(self) -> list[Message]:
         self.env = self.make_env()
@@ -264,6 +269,17 @@ class _Episode:
         except Exception as error:
             raise _failure(StopReason.ENV_ERROR, describe(error)) from None
 
+    async def encode(self, history: History, new: list[Message]) -> None:
+        """Encode the history; long new messages in a thread, outside the event loop."""
+        if sum(len(message["content"]) for message in new) < LONG_CHARS:
+            self.render(history.encode)
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(encoding_thread(), history.encode)
+        except Exception as error:
+            raise _failure(StopReason.ENV_ERROR, describe(error)) from None
+
     async def call_model(self, prompt_ids: np.ndarray) -> Step:
         agent = self.agent
         # One token less: a truncated response gets an end-of-turn token appended.
@@ -273,18 +289,22 @@ class _Episode:
             stop_token_ids=agent.renderer.stop_ids,
             seed=call_seed(agent.seed, self.group_id, self.index, len(self.steps)),
         )
+        shared = common_prefix(self.sequence, prompt_ids)
         try:
             generation = await agent.generate(
                 prompt_ids,
                 sampling,
                 session=self.session,
-                routing_start=self.recorded.tokens(prompt_ids),
+                routing_start=self.recorded.tokens(prompt_ids, shared),
                 routing_version=self.recorded.version,
             )
         except (Exception, asyncio.CancelledError) as error:
             _reraise_own_cancellation(error)
             raise _failure(StopReason.ENGINE_ERROR, describe(error)) from None
         step = make_step(len(self.steps), prompt_ids, generation, agent.renderer)
+        if self.steps:
+            step.share_prefix(self.steps[-1], shared)
+        self.sequence = np.concatenate([prompt_ids, step.response_ids])
         self.recorded.add(step, generation)
         return step
 
@@ -351,10 +371,10 @@ class Recorded:
     version: int | None = None
     steps: list[Step] = field(default_factory=list)
 
-    def tokens(self, prompt_ids: np.ndarray) -> int:
+    def tokens(self, prompt_ids: np.ndarray, shared: int | None = None) -> int:
         """Number of leading prompt tokens with recorded routing, without the last prompt token,
-        which the engine always computes."""
-        return recorded_tokens(self.steps, prompt_ids, len(prompt_ids) - 1)
+        which the engine always computes. `shared`: those of the latest step, if they are known."""
+        return recorded_tokens(self.steps, prompt_ids, len(prompt_ids) - 1, shared)
 
     def add(self, step: Step, generation: Generation) -> None:
         """A call that a weight sync interrupted, before its first token or later, has routing of

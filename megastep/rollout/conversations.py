@@ -21,6 +21,7 @@ from megastep.errors import DataError, RenderError
 from megastep.rollout.data import SHOWN_PROBLEMS, file_rows
 from megastep.rollout.env import Message
 from megastep.rollout.renderer import Renderer
+from megastep.samples.prefix import share_prefixes
 from megastep.types import Group, Step, StopReason, Trajectory
 
 ASSISTANT = "assistant"
@@ -89,6 +90,7 @@ def demonstration(
         )
         steps.append(step)
         before.append(turn)
+    share_prefixes(steps)
     trajectory = Trajectory(number, 0, steps, StopReason.DONE, metrics or {})
     return Group(number, [trajectory])
 

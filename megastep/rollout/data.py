@@ -18,7 +18,7 @@ import stat
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -280,7 +280,7 @@ class PromptStream:
         """[rows]: the row of each draw."""
         if not self.shuffle:
             return np.arange(len(self.rows))
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
+        return _permutation(self.seed, epoch, len(self.rows))
 
     def _next(self) -> Prompt:
         if self.index == len(self.rows):
@@ -289,3 +289,11 @@ class PromptStream:
         prompt = Prompt(id, self.rows[self.order[self.index]])
         self.index += 1
         return prompt
+
+
+@lru_cache(maxsize=2)  # prompts of the current and of the previous epoch are restored one by one
+def _permutation(seed: int, epoch: int, rows: int) -> np.ndarray:
+    """[rows], read-only"""
+    order = np.random.default_rng([seed, epoch]).permutation(rows)
+    order.setflags(write=False)
+    return order

@@ -15,7 +15,7 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,14 @@ class Setup:
     threads: int  # without a GPU
     folder: str  # working directory
     log: str | None  # file for vLLM's output
+
+
+class Progress(NamedTuple):
+    """An engine's answer to a health check."""
+
+    running: int = 0  # calls that it has accepted, those in vLLM's queue included
+    tokens: int = 0  # sampled so far; any change is progress
+    paused: bool = False
 
 
 @dataclass(eq=False)
@@ -75,6 +83,7 @@ class Engine:
         self.setup = setup
         self.version = 0
         self.running: set[Running] = set()
+        self.answered_tokens = 0
         self.accepts_calls = asyncio.Event()  # cleared while paused
         self.accepts_calls.set()
         os.chdir(setup.folder)
@@ -102,9 +111,13 @@ class Engine:
         return os.getpid()
 
     @exit_when_dead
-    async def check(self) -> None:
+    async def check(self) -> Progress:
         """Health check."""
         await self.llm.check_health()
+        tokens = sum(self._tokens_so_far(call) or 0 for call in self.running)
+        return Progress(
+            len(self.running), self.answered_tokens + tokens, not self.accepts_calls.is_set()
+        )
 
     # ------------------------------------------------------------ generation
 
@@ -129,7 +142,9 @@ class Engine:
             raise ValueError(str(error)) from None
         finally:
             self.running.remove(call)
-        return _generation(output, call, routing_start)
+        generation = _generation(output, call, routing_start)
+        self.answered_tokens += len(generation.ids)
+        return generation
 
     async def _output(self, call: Running, prompt_ids: np.ndarray, params, name: str):
         """As `AsyncLLM.generate`, but records vLLM's request id."""
@@ -197,6 +212,11 @@ class Engine:
                 call.runs.append([version, tokens])
 
     @exit_when_dead
+    async def abandon_weight_update(self) -> None:
+        """End an update whose weights did not all arrive; vLLM has no such call."""
+        await self.llm.collective_rpc("abandon_weight_update")
+
+    @exit_when_dead
     async def received_checksums(self) -> list[dict[str, int]]:
         """Of the last weight sync, one table per worker; empty without `sync.verify`."""
         return await self.llm.collective_rpc("received_checksums")
@@ -239,7 +259,10 @@ def _unlink_shared_memory() -> None:
     import psutil
 
     for process in psutil.Process().children(recursive=True):
-        paths = {mapped.path for mapped in process.memory_maps()}
+        try:
+            paths = {mapped.path for mapped in process.memory_maps()}
+        except psutil.NoSuchProcess:  # a compile worker of torch, which ended meanwhile
+            continue
         for path in paths:
             if path.startswith("/dev/shm/"):
                 Path(path).unlink(missing_ok=True)
@@ -283,6 +306,7 @@ def _arguments(config: Config, setup: Setup) -> dict:
         skip_tokenizer_init=True,  # token ids in, token ids out
         generation_config="vllm",  # no sampling defaults from the model's folder
         dtype=_DTYPES[config.policy.precision],
+        quantization=engine.quantization,  # not run on a GPU yet
         load_format="auto" if setup.own_weights else "dummy",
         max_model_len=max_model_len,
         max_num_seqs=engine.max_sequences,

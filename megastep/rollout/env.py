@@ -26,7 +26,6 @@ and in the working directory are importable. To write an environment, derive fro
 Run blocking work in a thread (`in_thread`): thousands of episodes share one event loop.
 """
 
-import asyncio
 import contextlib
 import importlib
 import inspect
@@ -34,7 +33,6 @@ import json
 import math
 import operator
 import sys
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from importlib.metadata import entry_points
@@ -45,6 +43,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from megastep.errors import EnvError
+from megastep.rollout import blocking
 from megastep.text import describe, one_line, shorten
 from megastep.types import Group
 
@@ -366,22 +365,6 @@ def lone_surrogate(value: Any) -> str | None:
 
 
 async def in_thread(function: Callable, *arguments):
-    """Await a blocking call in a daemon thread per call: one that never returns blocks neither
-    other episodes nor the end of the program."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def run() -> None:
-        try:
-            value = function(*arguments)
-        except Exception as error:
-            notify(future.set_exception, error)
-        else:
-            notify(future.set_result, value)
-
-    def notify(setter: Callable, value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
-            loop.call_soon_threadsafe(lambda: future.done() or setter(value))
-
-    threading.Thread(target=run, name="env", daemon=True).start()
-    return await future
+    """Await a blocking call in a thread (blocking.py): one that never returns blocks neither other
+    episodes nor the end of the program."""
+    return await blocking.calls.run(function, *arguments)

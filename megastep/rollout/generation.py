@@ -1,9 +1,16 @@
 """The interface between agent and engine, without vLLM."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+
+
+class Session(NamedTuple):
+    """A trajectory: its calls share prefixes, and those of its group share the first prompt."""
+
+    group: str
+    sample: int
 
 
 @dataclass(frozen=True)
@@ -35,11 +42,11 @@ class Generate(Protocol):
         prompt_ids: np.ndarray,
         sampling: Sampling,
         *,
-        session: str,
+        session: Session,
         routing_start: int = 0,
         routing_version: int | None = None,
     ) -> Generation:
-        """Continue `prompt_ids` [P] i32. Calls of one `session` (a trajectory) share prefixes and
-        go to one engine. Earlier calls of the session have recorded the routing of the first
-        `routing_start` tokens under weight version `routing_version`; an engine with another
-        version records it again from token 0."""
+        """Continue `prompt_ids` [P] i32. Calls of one `session` go to one engine, those of one
+        group too while its load allows. Earlier calls of the session have recorded the routing of
+        the first `routing_start` tokens under weight version `routing_version`; an engine with
+        another version records it again from token 0."""

@@ -7,6 +7,7 @@ from the order of events.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,17 +17,19 @@ from megastep.errors import RolloutFailed
 from megastep.rollout.agent import Agent
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env
+from megastep.rollout.generation import Session
 from megastep.types import FAILED, Group, Trajectory
 
 
-@dataclass
-class Pool:
-    agent: Agent
-    env: type[Env]
+class Pool(ABC):
+    """Episodes, wherever they run: here (LocalPool) or in agent workers (workers.RemotePool)."""
+
     samples_per_prompt: int
     concurrency: int  # episodes at a time
-    options: dict[str, Any] = field(default_factory=dict)  # of the environment
-    label: str = "rollout"  # distinguishes the engine sessions of different pools
+
+    @abstractmethod
+    async def run_episode(self, prompt: Prompt, index: int) -> Trajectory:
+        """Cancelling this cancels the episode and waits until it has closed its environment."""
 
     async def run(
         self,
@@ -56,13 +59,22 @@ class Pool:
             for place, prompt in enumerate(prompts)
         ]
 
+
+@dataclass
+class LocalPool(Pool):
+    agent: Agent
+    env: type[Env]
+    samples_per_prompt: int
+    concurrency: int
+    options: dict[str, Any] = field(default_factory=dict)  # of the environment
+    label: str = "rollout"  # distinguishes the engine sessions of different pools
+
     async def run_episode(self, prompt: Prompt, index: int) -> Trajectory:
-        session = f"{self.label}/{prompt.id}/{index}"
         trajectory = await self.agent.run_episode(
             lambda: self.env(prompt.row, **redaction.resolved(self.options)),
             prompt.id,
             index,
-            session,
+            Session(f"{self.label}/{prompt.id}", index),
         )
         trajectory.env_metrics = redaction.hidden(trajectory.env_metrics)
         return trajectory

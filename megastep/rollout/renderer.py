@@ -6,6 +6,9 @@ A `Renderer` belongs to a tokenizer, a `History` to a trajectory:
     history.prompt_ids                            the current prompt
     history.extend(response_ids, observation)     append the model's turn and the observation
 
+`renderer.begin` and `history.add` are the same without the encoding, which `history.encode` does:
+an event loop may run it in a thread.
+
 `tokens`   Token in, token out. The next prompt is the last prompt, the sampled response, and the
            tokens that the template puts after a response: the observation and the generation
            prompt. No response is tokenized again, so every prompt extends the previous one.
@@ -27,7 +30,8 @@ and the rendered text is split at the marks before it is encoded:
     rendered        <|im_start|>user so <MARK|im_end|> it is<|im_end|>
     encoded         "<|im_start|>user so <" and "|im_end|> it is<|im_end|>", separately
 
-Text without such strings is encoded in one piece. A vocabulary without the characters, such as one
+Text without such strings is encoded as the tokenizer encodes the whole; encodings of its segments
+are remembered (encoding.py). A vocabulary without the characters, such as one
 of words, encodes them as its unknown token. Sampled control tokens stay control tokens; those that
 the model spelled out as text stay text.
 """
@@ -42,7 +46,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +54,7 @@ import numpy as np
 
 from megastep.errors import RenderError
 from megastep.redaction import hide
+from megastep.rollout.encoding import Encoder, any_of
 from megastep.rollout.env import Message
 from megastep.text import describe, one_line
 
@@ -107,6 +112,7 @@ class Renderer:
         response, in addition to the tokenizer's eos."""
         self.tokenizer = tokenizer
         self.options = options or {}
+        self.encoder = Encoder(tokenizer)
         self.end_id: int = tokenizer.eos_token_id
         self.stop_ids = tuple(sorted({self.end_id, *stop_ids}))
         self._history_class = _HISTORIES[mode]
@@ -130,9 +136,9 @@ class Renderer:
 
     def _set_control(self, tokens: Iterable[str]) -> None:
         """Text of environments is not encoded as any of `tokens`."""
-        longest_first = sorted((t for t in tokens if len(t) > 1), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._control_ids = set(self.tokenizer.convert_tokens_to_ids(longest_first))
+        control = [token for token in tokens if len(token) > 1]
+        self._control = any_of(control)
+        self._control_ids = set(self.tokenizer.convert_tokens_to_ids(control))
 
     def _try_template(self, mode: str) -> None:
         """RenderError for an unusable template. Finds turn delimiters that are not special tokens,
@@ -145,7 +151,7 @@ class Renderer:
         for messages in _TRIALS:
             try:
                 self.prompt_ids(messages)
-                turns = self._render(messages, add_generation_prompt=False)
+                turns = self.render(messages, add_generation_prompt=False)
                 break
             except RenderError as problem:
                 problems.append(problem)
@@ -163,7 +169,7 @@ class Renderer:
         trials.append([{"role": "user", "content": _LONG_TEXT}])
         for trial in trials:
             with contextlib.suppress(RenderError):
-                self._render(trial)
+                self.render(trial)
             if mode == "tokens":
                 with contextlib.suppress(RenderError):
                     self.after_response(trial)
@@ -175,15 +181,16 @@ class Renderer:
         return other
 
     def history(self, messages: list[Message]) -> "History":
+        history = self.begin(messages)
+        history.encode()
+        return history
+
+    def begin(self, messages: list[Message]) -> "History":
         return self._history_class(self, messages)
 
     def prompt_ids(self, messages: list[Message]) -> np.ndarray:
         """[P] i32: unquoted messages, and the generation prompt."""
-        return self.ids_of(self.quoted(messages))
-
-    def ids_of(self, messages: list[Message]) -> np.ndarray:
-        """[P] i32: messages whose environment text is quoted, and the generation prompt."""
-        return self._encode(self._render(messages))
+        return self.encode(self.render(self.quoted(messages)))
 
     def quoted(self, value: Any) -> Any:
         """Environment messages with a mark inside each string that encodes as a control token."""
@@ -199,8 +206,11 @@ class Renderer:
 
     def after_response(self, observation: list[Message]) -> np.ndarray:
         """[n] i32: what the template puts after the end-of-turn token of a response."""
+        return self.encode(self.text_after_response(observation))
+
+    def text_after_response(self, observation: list[Message]) -> str:
         response = {"role": "assistant", "content": _PLACEHOLDER}
-        text = self._render([_USER, response, *self.quoted(observation)])
+        text = self.render([_USER, response, *self.quoted(observation)])
         before, found, rest = text.partition(_PLACEHOLDER)
         closing = self._closing_token(rest)
         if not found or _PLACEHOLDER in rest or closing is None:
@@ -209,7 +219,7 @@ class Renderer:
                 "rollout.mode = tokens: the chat template does not close the model's turn with a "
                 f"special token (found {excerpt!r}); write rollout.mode: chat"
             )
-        return self._encode(rest.lstrip()[len(closing) :])
+        return rest.lstrip()[len(closing) :]
 
     def _closing_token(self, after_turn: str) -> str | None:
         return next((t for t in self._special if after_turn.lstrip().startswith(t)), None)
@@ -218,7 +228,7 @@ class Renderer:
     def _turn_end(self) -> str:
         """The token that ends a turn; raises RenderError if the template ends it with another."""
         response = {"role": "assistant", "content": _PLACEHOLDER}
-        text = self._render([_USER, response], add_generation_prompt=False)
+        text = self.render([_USER, response], add_generation_prompt=False)
         closing = self._closing_token(text.partition(_PLACEHOLDER)[2])
         end: str = self.tokenizer.decode([self.end_id])
         if closing is not None and closing != end:
@@ -240,13 +250,13 @@ class Renderer:
         text = turn["content"]
         if turn.get("tool_calls"):
             text = self._call_text(before, turn, end_token)
-        return np.append(self._encode(text), np.int32(self.end_id))
+        return np.append(self.encode(text), np.int32(self.end_id))
 
     def _call_text(self, before: list[Message], turn: Message, end_token: str) -> str:
         """What the template writes between the generation prompt and the end of the turn."""
         messages = self.quoted([*before, turn])
-        prompt = self._render(messages[:-1])
-        whole = self._render(messages, add_generation_prompt=False)
+        prompt = self.render(messages[:-1])
+        whole = self.render(messages, add_generation_prompt=False)
         text, end, _ = whole.removeprefix(prompt).partition(end_token)
         names = [call["function"]["name"] for call in turn["tool_calls"]]
         if not whole.startswith(prompt) or not end or not all(name in text for name in names):
@@ -289,7 +299,7 @@ class Renderer:
             pieces.append(piece if is_control else self.quoted(piece))
         return "".join(pieces)
 
-    def _render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+    def render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
@@ -303,43 +313,51 @@ class Renderer:
                 f"the chat template rejects messages of {roles[:80]}: {one_line(error)}"
             ) from None
 
-    def _encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> np.ndarray:
         # The template has already added the special tokens.
         try:
-            pieces = [
-                self.tokenizer.encode(piece, add_special_tokens=False)
-                for piece in text.split(_MARK)
-            ]
+            return np.concatenate([self.encoder.ids(piece) for piece in text.split(_MARK)])
         except Exception as error:
             reason = _encoding_problem(text, error)
             raise RenderError(f"the tokenizer rejects the text: {reason}") from None
-        return np.array(list(chain.from_iterable(pieces)), np.int32)
 
 
-class TokenHistory:
-    def __init__(self, renderer: Renderer, messages: list[Message]):
-        self.renderer = renderer
-        self.prompt_ids = renderer.prompt_ids(messages)
+class History:
+    """A conversation: some token ids, and the text after them, which `encode` turns into ids."""
 
-    def extend(self, response_ids: np.ndarray, observation: list[Message]) -> None:
-        """`response_ids` must end with an end-of-turn token."""
-        self.prompt_ids = np.concatenate(
-            [self.prompt_ids, response_ids, self.renderer.after_response(observation)]
-        )
+    prompt_ids: np.ndarray  # [P] i32
 
-
-class ChatHistory:
     def __init__(self, renderer: Renderer, messages: list[Message]):
         self.renderer = renderer
         self.messages = renderer.quoted(messages)
-        self.prompt_ids = renderer.ids_of(self.messages)
+        self._ids = np.empty(0, np.int32)
+        self._text = renderer.render(self.messages)
+
+    def add(self, response_ids: np.ndarray, observation: list[Message]) -> None:
+        raise NotImplementedError
+
+    def encode(self) -> None:
+        """Set `prompt_ids`."""
+        self.prompt_ids = np.concatenate([self._ids, self.renderer.encode(self._text)])
 
     def extend(self, response_ids: np.ndarray, observation: list[Message]) -> None:
+        self.add(response_ids, observation)
+        self.encode()
+
+
+class TokenHistory(History):
+    def add(self, response_ids: np.ndarray, observation: list[Message]) -> None:
+        """`response_ids` must end with an end-of-turn token."""
+        self._ids = np.concatenate([self.prompt_ids, response_ids])
+        self._text = self.renderer.text_after_response(observation)
+
+
+class ChatHistory(History):
+    def add(self, response_ids: np.ndarray, observation: list[Message]) -> None:
         self.messages += [self.renderer.message(response_ids), *self.renderer.quoted(observation)]
-        self.prompt_ids = self.renderer.ids_of(self.messages)
+        self._text = self.renderer.render(self.messages)
 
 
-History = TokenHistory | ChatHistory
 _HISTORIES: dict[str, type[History]] = {"tokens": TokenHistory, "chat": ChatHistory}
 
 

@@ -11,12 +11,13 @@ from typing import Any
 from megastep.config import Config, EvalConfig, RolloutConfig
 from megastep.errors import ConfigError, DataError, EnvError, RenderError, RolloutError
 from megastep.models.architecture import read_architecture
+from megastep.rollout import blocking
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.conversations import read_conversations
 from megastep.rollout.data import Prompt, PromptStream, load_data
 from megastep.rollout.env import BUILT_IN, Env, check_options, find_env
 from megastep.rollout.generation import Generate, Sampling
-from megastep.rollout.pool import Pool
+from megastep.rollout.pool import LocalPool
 from megastep.rollout.renderer import Renderer, load_tokenizer
 from megastep.samples.packing import check_lengths
 from megastep.samples.validation import validate
@@ -31,6 +32,15 @@ class Task:
     renderer: Renderer
     train_rows: list[dict[str, Any]]
     eval_rows: list[dict[str, Any]]
+
+    @classmethod
+    def of_worker(cls, config: Config) -> "Task":
+        """For a process that gets its prompts from another one, which has checked the config."""
+        assert config.env.name is not None
+        renderer = Renderer.for_model(
+            config.model.path, config.rollout.mode, config.rollout.template
+        )
+        return cls(config, find_env(config.env.name), renderer, [], [])
 
     @classmethod
     def load(cls, config: Config) -> "Task":
@@ -93,15 +103,18 @@ class Task:
                 f"{method} returned groups that cannot be read: {describe(error)}"
             ) from None
 
-    def pool(self, generate: Generate) -> Pool:
+    def pool(self, generate: Generate) -> LocalPool:
         return self._pool(generate, self.config.rollout, "train")
 
-    def eval_pool(self, generate: Generate) -> Pool:
+    def eval_pool(self, generate: Generate) -> LocalPool:
         return self._pool(generate, self.config.eval, "eval")
 
-    def _pool(self, generate: Generate, settings: RolloutConfig | EvalConfig, label: str) -> Pool:
+    def _pool(
+        self, generate: Generate, settings: RolloutConfig | EvalConfig, label: str
+    ) -> LocalPool:
         config = self.config
         rollout = config.rollout
+        blocking.calls.limit = rollout.env_threads
         limits = Limits(
             max_turns=rollout.max_turns,
             max_prompt_tokens=config.prompt_tokens(read_architecture(config.model.path)),
@@ -119,7 +132,7 @@ class Task:
         agent = Agent(
             generate, self.renderer, limits, sampling, seed=f"{label}/{config.train.seed}"
         )
-        return Pool(
+        return LocalPool(
             agent,
             self.env,
             settings.samples_per_prompt,
@@ -135,7 +148,7 @@ def conversations(config: Config, renderer: Renderer) -> list[Group]:
     assert source is not None
     groups = read_conversations(source, renderer, config.warm_start.trajectories)
     try:
-        check_lengths(groups, config.budget_tokens, config.policy.parallel.tensor)
+        check_lengths(groups, config.budget_tokens, config.policy.align_tokens)
     except ValueError as error:
         raise DataError(f"{source}: {error}") from None
     return groups

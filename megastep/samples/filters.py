@@ -147,5 +147,5 @@ def _truncation(trajectory: Trajectory) -> str | None:
 
 
 def _mask(trajectory: Trajectory) -> Trajectory:
-    steps = [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in trajectory.steps]
+    steps = [s.replaced(loss_mask=np.zeros_like(s.loss_mask)) for s in trajectory.steps]
     return replace(trajectory, steps=steps)

@@ -63,7 +63,7 @@ def _turn_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     return {
         "turn/count": len(steps),
         **({"turn/older_routing": sum(map(_older_routing, trajectories))} if recorded else {}),
-        **_mean_max("turn/prompt_tokens", [len(s.prompt_ids) for s in steps]),
+        **_mean_max("turn/prompt_tokens", [s.prompt_tokens for s in steps]),
         **_mean_max("turn/response_tokens", [len(s.response_ids) for s in steps]),
         **_fractions("turn/finish_", [s.finish for s in steps]),
     }

@@ -117,7 +117,7 @@ def check_lengths(groups: list[Group], budget_tokens: int, align_tokens: int) ->
         for trajectory in group.trajectories:
             for step in trajectory.steps:
                 trained = np.flatnonzero(step.loss_mask)
-                tokens = len(step.prompt_ids) + int(trained[-1]) if len(trained) else 0
+                tokens = step.prompt_tokens + int(trained[-1]) if len(trained) else 0
                 if tokens > budget:
                     raise _too_long(group.id, trajectory.index, step.index, tokens, budget)
 

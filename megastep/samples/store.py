@@ -15,22 +15,27 @@ G groups, N trajectories, S steps.
     loss_mask             bool [ΣR]      logprobs                f32 [ΣR]
     versions              i32 [ΣV, 2]
     optional, for all steps or absent:
+    step/prompt_shared    i32 [S]        leading tokens of the trajectory's previous step, prompt
+                                         and response, which the prompt repeats: prompt_ids holds
+                                         the rest of it
     step/has_state        bool [S]       step/state              i64 [S]
     step/has_routing      bool [S]       step/routing_rows       i64 [S + 1]  → routing
     step/routing_start    i32 [S]        routing                 u8 or i16 [Σn, L, K]
-    version 2 only:
+    from version 2 on:
     checksums             u8 [4 + 4C]    zlib.crc32 of the header with its length, then of each of
                                          the C other columns in the order of the header, each as
                                          four bytes in little-endian order
 
-The file's metadata holds `format` ("megastep.rollouts"), `version` ("2") and `trajectories`: JSON,
+The file's metadata holds `format` ("megastep.rollouts"), `version` ("3") and `trajectories`: JSON,
 one object per trajectory with `stop_reason` and `env_metrics`. A reader rejects a higher version;
-within a version, columns are only added. Version 1 is the same without checksums, for files written
-by other programs; damage to its values is not detected.
+within a version, columns are only added. Version 2 is without step/prompt_shared: its size grows
+with the square of the number of turns. Version 1 is without checksums, for files written by other
+programs; damage to its values is not detected.
 
 Writing streams the steps' arrays, without a copy, into a temporary file next to the target and
-renames it. Reading maps the file: every array is a read-only view, and nothing is unpickled. The
-reader compares the checksums and validates the rollouts.
+renames it. Reading maps the file: every array is a read-only view, a shared prefix is a reference
+to the previous step, and nothing is unpickled. The reader compares the checksums and validates the
+rollouts.
 
 numpy suffices to write a file. Two trajectories of one prompt, one step each:
 
@@ -85,11 +90,13 @@ from typing import Any, BinaryIO, TypeGuard
 import numpy as np
 
 from megastep.errors import RolloutError, StoreError
+from megastep.samples.prefix import shared_prefixes
 from megastep.samples.validation import validate
 from megastep.types import FinishReason, Group, Step, Trajectory
 
 FORMAT = "megastep.rollouts"
-VERSION = 2
+VERSION = 3
+PROMPT_SHARED = "step/prompt_shared"
 CHECKSUMS = "checksums"
 DTYPES = {
     "I64": "<i8",
@@ -112,6 +119,7 @@ COLUMNS = {
     "step/reward": ("F64", 1),
     "step/finish": ("U8", 1),
     "step/has_logprobs": ("BOOL", 1),
+    PROMPT_SHARED: ("I32", 1),
     "step/prompt_tokens": ("I64", 1),
     "step/response_tokens": ("I64", 1),
     "step/version_runs": ("I64", 1),
@@ -131,6 +139,7 @@ COLUMNS = {
 _FINISHES = list(FinishReason)
 _FINISH_CODES: dict[str, int] = {finish: code for code, finish in enumerate(_FINISHES)}
 OPTIONAL = (
+    PROMPT_SHARED,
     "step/has_state",
     "step/state",
     "step/has_routing",
@@ -186,7 +195,7 @@ def without_routing(groups: list[Group]) -> list[Group]:
     for group in groups:
         trajectories = []
         for trajectory in group.trajectories:
-            steps = [replace(step, routing=None, routing_start=0) for step in trajectory.steps]
+            steps = [step.replaced(routing=None, routing_start=0) for step in trajectory.steps]
             trajectories.append(replace(trajectory, steps=steps))
         stripped.append(replace(group, trajectories=trajectories))
     return stripped
@@ -234,6 +243,7 @@ def _trajectory_json(trajectory: Trajectory) -> str:
 def _columns(groups: list[Group]) -> dict[str, _Column]:
     trajectories = [t for g in groups for t in g.trajectories]
     steps = [s for t in trajectories for s in t.steps]
+    shared, new_ids = _prompts(trajectories)
     columns = {
         "group/id": _flat("<i8", [g.id for g in groups]),
         "group/trajectories": _offsets(len(g.trajectories) for g in groups),
@@ -244,10 +254,11 @@ def _columns(groups: list[Group]) -> dict[str, _Column]:
         "step/reward": _flat("<f8", [s.reward for s in steps]),
         "step/finish": _flat("|u1", [_FINISH_CODES[s.finish] for s in steps]),
         "step/has_logprobs": _flat("|b1", [s.logprobs is not None for s in steps]),
-        "step/prompt_tokens": _offsets(len(s.prompt_ids) for s in steps),
+        PROMPT_SHARED: _flat("<i4", shared),
+        "step/prompt_tokens": _offsets(map(len, new_ids)),
         "step/response_tokens": _offsets(len(s.response_ids) for s in steps),
         "step/version_runs": _offsets(len(s.versions) for s in steps),
-        "prompt_ids": _joined("<i4", (), [s.prompt_ids for s in steps]),
+        "prompt_ids": _joined("<i4", (), new_ids),
         "response_ids": _joined("<i4", (), [s.response_ids for s in steps]),
         "loss_mask": _joined("|b1", (), [s.loss_mask for s in steps]),
         "logprobs": _joined("<f4", (), [_logprobs(s) for s in steps]),
@@ -263,6 +274,18 @@ def _columns(groups: list[Group]) -> dict[str, _Column]:
         columns["step/routing_start"] = _flat("<i4", [s.routing_start for s in steps])
         columns["routing"] = _joined(recorded[0].dtype.str, recorded[0].shape[1:], recorded)
     return columns
+
+
+def _prompts(trajectories: list[Trajectory]) -> tuple[list[int], list[np.ndarray]]:
+    """Per step: how many prompt tokens it shares with the previous one, and the others."""
+    shared = []
+    new_ids = []
+    for trajectory in trajectories:
+        for _, prompt_ids, count in shared_prefixes(trajectory.steps):
+            shared.append(count)
+            # A view would keep the whole prompt until the file is written.
+            new_ids.append(prompt_ids[count:].copy() if count else prompt_ids)
+    return shared, new_ids
 
 
 def _logprobs(step: Step) -> np.ndarray:
@@ -453,6 +476,12 @@ def _groups(columns: dict[str, np.ndarray], entries: list[dict]) -> list[Group]:
     step_ranges = _ranges(columns["trajectory/steps"], len(steps))
     if len(step_ranges) != len(index):
         raise ValueError(f"steps of {len(step_ranges)} trajectories for {len(index)} trajectories")
+    if PROMPT_SHARED in columns:
+        shared = columns[PROMPT_SHARED].tolist()
+        if len(shared) != len(steps):
+            raise ValueError(f"{PROMPT_SHARED} has {len(shared)} entries for {len(steps)} steps")
+        for first, stop in step_ranges:
+            _prepend_shared(steps[first:stop], shared[first:stop])
     groups = []
     members = _ranges(columns["group/trajectories"], len(index))
     for group_id, (first, stop) in zip(columns["group/id"].tolist(), members, strict=True):
@@ -469,6 +498,17 @@ def _groups(columns: dict[str, np.ndarray], entries: list[dict]) -> list[Group]:
             group.trajectories.append(trajectory)
         groups.append(group)
     return groups
+
+
+def _prepend_shared(steps: list[Step], shared: list[int]) -> None:
+    """Put the prefixes of a trajectory's prompts before their stored parts."""
+    possible = 0  # tokens of the previous step
+    for i, (step, count) in enumerate(zip(steps, shared, strict=True)):
+        if not 0 <= count <= possible:
+            raise ValueError(f"{PROMPT_SHARED} is {count}, the previous step has {possible} tokens")
+        if count:
+            step.prepend(steps[i - 1], count)
+        possible = len(step)
 
 
 def _steps(columns: dict[str, np.ndarray]) -> list[Step]:

@@ -289,7 +289,7 @@ class _LossRows:
 
     def __init__(self, samples: list[Sample]):
         self.samples = samples
-        prompt_tokens = np.array([len(s.step.prompt_ids) for s in samples])
+        prompt_tokens = np.array([s.step.prompt_tokens for s in samples])
         # [sample + 1] the first token of each response among all response tokens, then the total
         response_start = np.cumsum([0] + [len(s.step.response_ids) for s in samples])
         # [row] index among all response tokens
@@ -334,7 +334,7 @@ class _LossRows:
         runs = []
         first = [0]
         for i, (sample, needed) in enumerate(zip(self.samples, self.needed_tokens.tolist())):
-            prompt_tokens = len(sample.step.prompt_ids)
+            prompt_tokens = sample.step.prompt_tokens
             runs += tree.runs(i, prompt_tokens - 1, needed)
             first.append(first[-1] + max(needed - prompt_tokens + 1, 0))
         index, _, length = np.array(runs, np.int32).T
@@ -368,7 +368,7 @@ def _owners(samples: list[Sample], tree: _Tree, tokens: int) -> np.ndarray:
     for sampled in (False, True):
         for i in reversed(range(len(samples))):
             step = samples[i].step
-            prompt_tokens = len(step.prompt_ids)
+            prompt_tokens = step.prompt_tokens
             if sampled:
                 runs = tree.runs(i, max(step.routing_start, prompt_tokens), step.routing_end)
             else:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megastep.errors import RolloutError
-from megastep.samples.prefix import common_prefix
+from megastep.samples.prefix import common_prefix, shared_prefixes
 from megastep.types import MAX_LOGPROB, ExpertShape, FinishReason, Group, Step, Trajectory
 
 
@@ -75,12 +75,14 @@ def _trajectory_problems(
 
 def _unrecorded(trajectory: Trajectory, where: str) -> list[str]:
     """Steps that leave out routing which no earlier step recorded for the same tokens."""
-    problems = []
-    for i, step in enumerate(trajectory.steps):
+    problems: list[str] = []
+    if not any(step.routing_start for step in trajectory.steps):
+        return problems
+    for i, (step, prompt_ids, shared) in enumerate(shared_prefixes(trajectory.steps)):
         start = step.routing_start
         if step.routing is None or start == 0:
             continue
-        recorded = recorded_tokens(trajectory.steps[:i], step.prompt_ids, start)
+        recorded = recorded_tokens(trajectory.steps[:i], prompt_ids, start, shared)
         if recorded < start:
             problems.append(
                 f"{where}, step {step.index}: routing begins at token {start}, but earlier steps "
@@ -89,27 +91,34 @@ def _unrecorded(trajectory: Trajectory, where: str) -> list[str]:
     return problems
 
 
-def recorded_tokens(steps: list[Step], prompt_ids: np.ndarray, most: int) -> int:
+def recorded_tokens(
+    steps: list[Step], prompt_ids: np.ndarray, most: int, shared: int | None = None
+) -> int:
     """The number of leading prompt tokens, up to `most`, whose routing earlier steps recorded.
 
     The routing of a token depends on all tokens before it: it is valid as far as the prompt repeats
     a step's sequence token by token. Earlier steps recorded what a step left out, so only the end
     of its routing counts.
+
+    shared: leading tokens that the prompt shares with the last of the steps, if they are known.
     """
     longest = 0
     for step in reversed(steps):  # the latest step usually shares the most
         end = min(step.routing_end, most)
         if step.routing is not None and end > longest:
-            longest = max(longest, _repeated(step, prompt_ids[:end]))
+            repeated = _repeated(step, prompt_ids[:end]) if shared is None else min(shared, end)
+            longest = max(longest, repeated)
         if longest == most:
             break
+        shared = None
     return longest
 
 
 def _repeated(step: Step, ids: np.ndarray) -> int:
     """The number of leading tokens that `ids` and the step share."""
-    shared = common_prefix(step.prompt_ids, ids)
-    if shared < len(step.prompt_ids):
+    prompt_ids = step.prompt_ids
+    shared = common_prefix(prompt_ids, ids)
+    if shared < len(prompt_ids):
         return shared
     return shared + common_prefix(step.response_ids, ids[shared:])
 
@@ -131,7 +140,7 @@ def _step_problems(step: Step) -> list[str]:
                 f"logprobs holds {wrong} for a trained token; finite numbers of at most 0 are "
                 "needed, or no array where none were recorded"
             )
-    if not len(step.prompt_ids):
+    if not step.prompt_tokens:
         problems.append(
             "prompt_ids is empty; the first response token needs a token that predicts it"
         )
@@ -196,7 +205,7 @@ def _routing_problems(step: Step, routing: np.ndarray) -> list[str]:
             f"routing is {routing.dtype} with {routing.ndim} axes; "
             "uint8 or int16 [tokens, layers, k] is needed"
         ]
-    prompt_tokens = len(step.prompt_ids)
+    prompt_tokens = step.prompt_tokens
     # Routing must reach the source of the last trained token. It may end there: the engine never
     # forwards an appended EOS.
     trained = np.flatnonzero(step.loss_mask)

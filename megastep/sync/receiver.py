@@ -20,7 +20,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferInitInfo,
+    NCCLWeightTransferUpdateInfo,
+)
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
@@ -34,7 +38,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from megastep.distributed.amx import hide_amx_from_vllm
-from megastep.sync import shm
+from megastep.sync import nccl, shm
 from megastep.sync.checksum import checksum
 
 
@@ -50,11 +54,28 @@ class CheckedReload:
     def start_weight_update(self) -> None:
         self.checksums: dict[str, int] = {}
         self._packed: list[PackedExperts] = []
+        self._kernels: list[tuple[Any, Any]] = []
         initialize_layerwise_reload(self.model)
         if self.device.type == "cpu":
-            self._packed = reload_packed_experts(self.model)
+            self._packed, self._kernels = reload_packed_experts(self.model)
         self._load_weights: Callable = self.model.load_weights
         self.model.load_weights = self._load  # called by every backend
+
+    def abandon_weight_update(self) -> None:
+        """Undo `start_weight_update` after some of the weights, or none, were received.
+
+        Layers that are complete keep the new weights, so all must be sent before the next call.
+        """
+        vars(self.model).pop("load_weights", None)
+        for experts in self._packed:
+            experts.finish()
+        for method, kernel in self._kernels:
+            method.moe_kernel = method.moe_kernel or kernel
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                _place_kernel_tensors(layer, info)
+                info.reset()
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         weights = list(weights)
@@ -145,21 +166,25 @@ class PackedExperts:
         return len(self.received) == 3 * len(self.layer.w2_weight)
 
 
-def reload_packed_experts(model: torch.nn.Module) -> list[PackedExperts]:
-    """The layers that are packed in place.
+def reload_packed_experts(
+    model: torch.nn.Module,
+) -> tuple[list[PackedExperts], list[tuple[Any, Any]]]:
+    """The layers that are packed in place, and (method, kernel) of the others.
 
     vLLM reloads the others. It packs experts only when it creates their kernel: the existing kernel
     is removed, or the update would leave the experts unchanged.
     """
     packed = []
+    kernels = []
     for layer in model.modules():
         if not isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
             continue
         if PackedExperts.supports(layer):
             packed.append(PackedExperts(layer))
         else:
+            kernels.append((layer.quant_method, layer.quant_method.moe_kernel))
             layer.quant_method.moe_kernel = None
-    return packed
+    return packed, kernels
 
 
 # ---------------------------------------------------------------- backends
@@ -220,7 +245,31 @@ class ShmReceiver(CheckedReload, WeightTransferEngine[ShmInit, ShmBucket]):
 
 
 class NcclReceiver(CheckedReload, NCCLWeightTransferEngine):
-    pass
+    _watch: nccl.Watch
+
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        if self.model_update_group is not None:
+            self.model_update_group.destroy()  # vLLM would keep its GPU memory
+        super().init_transfer_engine(init_info)
+
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        """Returns early, without an error, if rank 0 aborts the group.
+
+        vLLM's executor reads only the first worker's error and would take those of the others for
+        answers to its next calls.
+        """
+        self._watch = nccl.Watch(self.model_update_group)
+        with self._watch.running():
+            try:
+                super().receive_weights(update_info)
+            except RuntimeError:  # the abort interrupted a call of NCCL
+                if not self._watch.is_aborted:
+                    raise
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        if self._watch.is_aborted:
+            return set()  # nothing was received
+        return super()._load(weights)
 
 
 class IpcReceiver(CheckedReload, IPCWeightTransferEngine):
@@ -233,7 +282,15 @@ class IpcReceiver(CheckedReload, IPCWeightTransferEngine):
 class WorkerExtension:
     """Methods that vLLM adds to its workers."""
 
-    weight_transfer_engine: CheckedReload  # of vLLM's worker
+    # Attributes of vLLM's worker.
+    weight_transfer_engine: CheckedReload
+    _weight_update_active: bool
+
+    def abandon_weight_update(self) -> None:
+        """End an update that cannot be completed, so that another can start."""
+        if self._weight_update_active:
+            self.weight_transfer_engine.abandon_weight_update()
+            self._weight_update_active = False
 
     def received_checksums(self) -> dict[str, int]:
         return self.weight_transfer_engine.checksums

@@ -15,27 +15,35 @@ On every policy rank:
         # the driver resumes them: they sample with weight version `worker.step`
 
 The weight version is the number of optimizer steps; every engine keeps its own. Memory: two buckets
-(shm), or vLLM's send buffers of one bucket each; a tensor larger than `sync.bucket_mb` is a bucket.
+(shm), or those of `gather_hf` and vLLM's send buffers, one (ipc) or two (nccl) of a bucket each. A
+tensor larger than `sync.bucket_mb` is a bucket.
+
+An engine that dies or hangs in a weight sync is dropped, and the others receive all weights. With
+nccl its death blocks their broadcasts: the group is aborted, formed again without it, and the
+weights are sent again.
 
 Engines are Ray actors with the methods that `Engines` calls.
 """
 
+import math
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from torch import Tensor
 
-from megastep.config import Config
+from megastep.config import Config, EngineConfig
 from megastep.distributed import parallel
 from megastep.distributed.ports import free_port
 from megastep.errors import SyncError
 from megastep.models.architecture import Architecture
-from megastep.sync import shm
+from megastep.sync import nccl, shm
 from megastep.sync.checksum import add, checksum
 from megastep.weights.mapping import ParamMapping, hf_slices
 from megastep.weights.megatron import (
@@ -49,6 +57,7 @@ from megastep.weights.megatron import (
     shard_of,
 )
 
+_DIED = (RayActorError, OutOfMemoryError)  # the second: Ray killed the actor for memory
 _ALIGN = 64  # bytes; vLLM packs the tensors directly from the segment
 
 
@@ -58,11 +67,12 @@ class Engines:
     An engine that dies or hangs is dropped; the sync continues with the others.
     """
 
-    def __init__(self, handles: list, version: int, tensor_parallel: int, timeout_s: float):
+    def __init__(self, handles: list, version: int, settings: EngineConfig, timeout_s: float):
         self.handles = list(handles)
         self.version = version
-        self.tensor_parallel = tensor_parallel  # workers per engine
+        self.settings = settings
         self.timeout_s = timeout_s
+        self.group: nccl.Group | None = None  # aborted when an engine is lost
 
     def call(self, method: str, *arguments) -> list:
         return self.collect(self.submit(method, *arguments))
@@ -71,16 +81,61 @@ class Engines:
         return [(handle, getattr(handle, method).remote(*arguments)) for handle in self.handles]
 
     def collect(self, calls: list[tuple]) -> list:
+        """Results in order of completion, without those of engines that died or are late.
+
+        All calls share one deadline. After the abort of the group those that it blocked get the
+        time of a health check to return.
+        """
+        waiting = {reference: handle for handle, reference in calls}
         results = []
-        for handle, reference in calls:
-            try:
-                results.append(ray.get(reference, timeout=self.timeout_s))
-            except (RayActorError, OutOfMemoryError, GetTimeoutError) as error:
-                if isinstance(error, GetTimeoutError):
-                    ray.kill(handle)  # it must not serve with half of the weights
-                if handle in self.handles:
-                    self.handles.remove(handle)
+        deadline = time.monotonic() + self.timeout_s
+        while waiting:
+            ended, _ = ray.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            died = False
+            for reference in ended:
+                handle = waiting.pop(reference)
+                try:
+                    results.append(ray.get(reference))
+                except _DIED:
+                    self._drop(handle)
+                    died = True
+                except RayTaskError as error:
+                    self._fail(handle, error)
+            if died or not ended:
+                if self._abort_group():
+                    deadline = time.monotonic() + self.settings.health_timeout_s
+                elif not ended:
+                    self._kill(list(waiting.values()))
+                    break
         return results
+
+    def _fail(self, handle: Any, error: RayTaskError) -> None:
+        """Drop an engine that could not load, for example for lack of memory; the last one's error
+        is that of the sync. In an nccl group it has left the others in the middle of a message."""
+        if self.group is not None:
+            self.group.error = error
+            self._abort_group()
+            raise error
+        if self.handles == [handle]:
+            raise error
+        self._kill([handle])
+
+    def _abort_group(self) -> bool:
+        """False: there is none, or not any more."""
+        if self.group is None or self.group.is_aborted:
+            return False
+        self.group.abort()
+        return True
+
+    def _kill(self, handles: list) -> None:
+        """Engines that hang or failed: they must not serve with half of the weights."""
+        for handle in handles:
+            ray.kill(handle)
+            self._drop(handle)
+
+    def _drop(self, handle: Any) -> None:
+        if handle in self.handles:
+            self.handles.remove(handle)
 
     # Called by vLLM's senders.
 
@@ -89,7 +144,7 @@ class Engines:
         for index, handle in enumerate(self.handles):
             own_info = dict(info)
             if "rank_offset" in info:  # in the nccl group: rank 0, then engine by engine
-                own_info["rank_offset"] = 1 + index * self.tensor_parallel
+                own_info["rank_offset"] = 1 + index * self.settings.tensor_parallel
             calls.append((handle, handle.init_weight_transfer.remote(own_info)))
         self.collect(calls)
 
@@ -100,6 +155,9 @@ class Engines:
         self.call("update_weights", info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
+        if self.group is not None and self.group.is_aborted:
+            return  # not all weights were received
+        self.group = None  # complete: an engine that dies from here on blocks no other
         self.call("finish_weight_update", self.version)
 
 
@@ -112,16 +170,16 @@ class Sender:
         self.sync = config.sync
         self.engine = config.engine
         self.backend = backend
-        self._transport: ShmTransport | VllmTransport | None = None
+        self._transport: Transport | None = None
         self._engine_ids: list[str] | None = None  # that the transport is connected to
 
     def send(self, handles: list, version: int) -> None:
         """Send the current weights to every engine, which must be paused or not serving yet."""
-        engines = Engines(
-            handles, version, self.engine.tensor_parallel, self.engine.request_timeout_s
-        )
+        engines = Engines(handles, version, self.engine, self.sync.timeout_s)
         ids = [handle._actor_id.hex() for handle in handles]
         if self._transport is None or self._engine_ids != ids:
+            if self._transport is not None:
+                self._transport.close()
             self._transport = self._connect(engines)
             self._engine_ids = ids
         sent = self._transport.send(engines)
@@ -132,10 +190,13 @@ class Sender:
         if problem[0]:
             raise SyncError(problem[0])
 
-    def _connect(self, engines: Engines) -> "ShmTransport | VllmTransport":
-        if self.backend == "shm":
-            return ShmTransport(self, engines)
-        return VllmTransport(self, engines)
+    def _connect(self, engines: Engines) -> "Transport":
+        transports: dict[str, type[Transport]] = {
+            "shm": ShmTransport,
+            "ipc": IpcTransport,
+            "nccl": NcclTransport,
+        }
+        return transports[self.backend](self, engines)
 
 
 def _rank() -> int:
@@ -247,6 +308,9 @@ class ShmTransport:
         """Whether this rank copies the shard: its holders divide parameters round-robin."""
         return replicas[index % len(replicas)].rank == self.place.rank
 
+    def close(self) -> None:
+        """The kernel frees the segment when nothing maps it."""
+
 
 def _lay_out(mappings: list[ParamMapping], holders: Holders) -> Bucket:
     slots = {}
@@ -288,22 +352,83 @@ def _sum_over_ranks(sums: dict[str, int]) -> dict[str, int]:
 # ---------------------------------------------------------------- GPUs, through vLLM's senders
 
 
-class VllmTransport:
-    """vLLM's `nccl` or `ipc`. Written against vLLM 0.30, not run on a GPU yet."""
+class IpcTransport:
+    """vLLM's `ipc`: engines map a buffer of the rank on their GPU. Not run on a GPU yet."""
 
     def __init__(self, sender: Sender, engines: Engines):
-        self.sender = sender
+        from vllm.distributed.weight_transfer.ipc_engine import (
+            IPCTrainerInitInfo,
+            IPCTrainerWeightTransferEngine,
+        )
+
         self.source: Any = _source(sender)
-        connect = self._nccl if sender.backend == "nccl" else self._ipc
-        self.trainer = connect(engines, sender.sync.bucket_mb << 20)
+        # vLLM rejects a tensor that is larger than the buffer.
+        largest = max(math.prod(m.shape) * m.dtype.itemsize for m in self.source.metadata())
+        info = IPCTrainerInitInfo(
+            rank=_rank(),
+            packed=True,
+            packed_buffer_size_bytes=max(sender.sync.bucket_mb << 20, largest),
+        )
+        self.trainer = IPCTrainerWeightTransferEngine.trainer_init(
+            info, client=engines, source=self.source
+        )
 
     def send(self, engines: Engines) -> dict[str, int] | None:
         self.trainer.client = engines
-        self.source.sums = {} if self.sender.sync.verify else None
         self.trainer.send_weights()
         return self.source.sums
 
-    def _nccl(self, engines: Engines, buffer_bytes: int) -> Any:
+    def close(self) -> None:
+        """vLLM frees the buffer after every send."""
+
+
+class NcclTransport:
+    """vLLM's `nccl`: rank 0 broadcasts to all workers. Not run on a GPU yet."""
+
+    def __init__(self, sender: Sender, engines: Engines):
+        self.source: Any = _source(sender)
+        # No bucket is larger, so that every message of vLLM's ends in another bucket than it began:
+        # `gather_hf` waits in between, before torch can reuse memory that a message still reads.
+        self.buffer_bytes = max(sender.sync.bucket_mb << 20, self.source.largest_parameter())
+        self._connect(engines)
+
+    def send(self, engines: Engines) -> dict[str, int] | None:
+        """Send to the engines that are left, until none is lost on the way. Collective."""
+        while not self._send_once(engines):
+            self._connect(engines)
+        return self.source.sums
+
+    def _send_once(self, engines: Engines) -> bool:
+        """False, on every rank, if the group was aborted and engines are left."""
+        engines.group = self.group
+        if self.trainer is not None:
+            self.trainer.client = engines
+            self._send_weights()
+        else:
+            self.source.take_part()
+        if self.group.error is not None:
+            raise self.group.error
+        if self.group.is_aborted:
+            engines.group = None
+            engines.call("abandon_weight_update")
+        is_done = [not self.group.is_aborted or not engines.handles]
+        dist.broadcast_object_list(is_done, src=0)
+        return is_done[0]
+
+    def _send_weights(self) -> None:
+        try:
+            self.trainer.send_weights()
+        except RuntimeError:
+            if not self.group.is_aborted:
+                raise
+            # The abort interrupted a call of NCCL, while the other ranks gather.
+            self.source.exhaust()
+
+    def _connect(self, engines: Engines) -> None:
+        """Form the group. It is aborted if an engine is lost: `trainer` is then None.
+
+        In a thread: without all of its members ncclCommInitRank never returns.
+        """
         from vllm.distributed.weight_transfer.nccl_engine import (
             NCCLTrainerInitInfo,
             NCCLTrainerWeightTransferEngine,
@@ -314,29 +439,42 @@ class VllmTransport:
             rank=_rank(),
             master_address=address,
             master_port=port,
-            world_size=1 + len(engines.handles) * engines.tensor_parallel,
-            packed_buffer_size_bytes=buffer_bytes,
+            world_size=1 + len(engines.handles) * engines.settings.tensor_parallel,
+            packed_buffer_size_bytes=self.buffer_bytes,
         )
-        return NCCLTrainerWeightTransferEngine.trainer_init(
-            info, client=engines, source=self.source
+        self.group = engines.group = nccl.Group()
+        self.trainer: Any = None
+        executor = ThreadPoolExecutor(1, initializer=parallel.use, initargs=(parallel.device(),))
+        connecting = executor.submit(
+            NCCLTrainerWeightTransferEngine.trainer_init, info, client=engines, source=self.source
         )
+        executor.shutdown(wait=False)
+        while not (connecting.done() or self.group.is_aborted):
+            wait([connecting], timeout=0.1)
+        if not self.group.is_aborted:
+            self.trainer = connecting.result()
+            self.group.communicator = self.trainer.model_update_group
 
-    def _ipc(self, engines: Engines, buffer_bytes: int) -> Any:
-        from vllm.distributed.weight_transfer.ipc_engine import (
-            IPCTrainerInitInfo,
-            IPCTrainerWeightTransferEngine,
-        )
+    def close(self) -> None:
+        self.group.close()
 
-        info = IPCTrainerInitInfo(rank=_rank(), packed=True, packed_buffer_size_bytes=buffer_bytes)
-        return IPCTrainerWeightTransferEngine.trainer_init(info, client=engines, source=self.source)
+
+Transport = ShmTransport | IpcTransport | NcclTransport
 
 
 def _source(sender: Sender) -> Any:
     """The model as vLLM's WeightSource; defined here because vLLM takes seconds to import."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
+    bucket_bytes = sender.sync.bucket_mb << 20
+
     class MegatronSource(WeightSource):
-        sums: dict[str, int] | None = None
+        """All methods are collective."""
+
+        sums: dict[str, int] | None = None  # of the last iteration
+
+        def __init__(self) -> None:
+            self._iterator: Iterator[tuple[str, Tensor]] = iter(())
 
         def metadata(self) -> list:
             holders = find_holders(local_shards(sender.chunks, sender.arch))
@@ -347,12 +485,33 @@ def _source(sender: Sender) -> Any:
                 for name, shape in mapping.hf
             ]
 
+        def largest_parameter(self) -> int:
+            """Bytes of Megatron's largest parameter, which may be several HF tensors."""
+            holders = find_holders(local_shards(sender.chunks, sender.arch))
+            (mappings,) = buckets_of(sender.arch, holders, bucket_bytes=1 << 62)
+            return max(_lay_out([mapping], holders).nbytes for mapping in mappings)
+
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            bucket_bytes = sender.sync.bucket_mb << 20
+            self._iterator = self._tensors()
+            return self._iterator
+
+        def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+            self.sums = {} if sender.sync.verify else None
             for name, tensor in gather_hf(sender.chunks, sender.arch, bucket_bytes):
                 if self.sums is not None:
                     self.sums[name] = checksum(tensor)
                 yield name, tensor
+
+        def exhaust(self) -> None:
+            """Complete the last iteration."""
+            for _ in self._iterator:
+                pass
+
+        def take_part(self) -> None:
+            """The collective calls of a rank that sends."""
+            self.metadata()
+            for _ in self:
+                pass
 
     return MegatronSource()
 

@@ -22,7 +22,7 @@ from megastep.errors import CheckpointError, OutputError, RunDirError
 from megastep.report.run_report import write_report
 from megastep.rollout.data import Prompt
 from megastep.rollout.generation import Generate
-from megastep.rollout.pool import Pool, check_not_all_failed
+from megastep.rollout.pool import LocalPool, check_not_all_failed
 from megastep.rollout.task import Task
 from megastep.samples import store
 from megastep.samples.metrics import (
@@ -108,7 +108,7 @@ def _checkpoint(config: Config) -> Path | None:
 def _generate(
     config: Config,
     checkpoint: Path | None,
-    make_pool: Callable[[Generate], Pool],
+    make_pool: Callable[[Generate], LocalPool],
     prompts: list[Prompt],
     log: Path,
 ) -> tuple[list[Group], float]:
@@ -121,16 +121,31 @@ def _generate(
         if checkpoint is not None:
             cluster.policy.load(checkpoint)
             cluster.sync()
-        pool = make_pool(cluster.engines.generate)
+        pool = cluster.pool(make_pool(cluster.engines.generate))
         with RolloutProgress(len(prompts) * pool.samples_per_prompt, file=sys.stderr) as bar:
 
             def on_trajectory(trajectory: Trajectory) -> None:
                 bar.add(sampled_tokens(trajectory), succeeded(trajectory))
 
-            groups = asyncio.run(_stoppable(pool.run(prompts, on_trajectory)))
+            groups = _run(pool.run(prompts, on_trajectory))
             tokens_per_s = bar.tokens_per_s
     check_not_all_failed(groups)
     return groups, tokens_per_s
+
+
+def _run(work: Coroutine) -> Any:
+    """The result of `work`, or Stopped after SIGTERM.
+
+    The main task returns None: asyncio.run puts SIGINT's handler back, for which `signal` formats
+    the one that it replaces, and with it the result of the main task.
+    """
+    results = []
+
+    async def keep_result() -> None:
+        results.append(await _stoppable(work))
+
+    asyncio.run(keep_result())
+    return results[0]
 
 
 async def _stoppable(work: Coroutine) -> Any:

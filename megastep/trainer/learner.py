@@ -138,7 +138,7 @@ class Learner:
             samples,
             ranks=config.data_ranks,
             budget_tokens=config.budget_tokens,
-            align_tokens=parallel.tensor,
+            align_tokens=config.policy.align_tokens,
             pack_layout=config.train.pack_layout,
             on_conflict=config.routing_replay.on_conflict,
             attention_tokens=6 * self.arch.hidden,

@@ -106,14 +106,14 @@ class Loop:
         self.stops = False
         self.staleness = StalenessTracker(run.state.synced_versions)
         self.stream = GroupStream(
-            task.pool(cluster.engines.generate),
+            cluster.pool(task.pool(cluster.engines.generate)),
             task.stream(),
             config.rollout.prompts,
             config.train.steps,
             config.asynchronous.max_staleness,
             config.asynchronous.on_stale,
         )
-        eval_pool = task.eval_pool(cluster.engines.generate)
+        eval_pool = cluster.pool(task.eval_pool(cluster.engines.generate))
         self.evaluation = Evaluation(self.stream, eval_pool, task.eval_prompts())
         self.clock = Clock()
         self.line = LiveLine(config.train.steps, self.step)
@@ -232,6 +232,7 @@ class Loop:
         metrics = rollout_metrics(groups) | dict(counts)
         metrics |= filter_metrics(dropped, count_trajectories(groups))
         metrics |= self.staleness.metrics(kept, self.stream.staleness_limit)
+        metrics |= self.cluster.metrics()
         return kept, metrics | {"rollout/tokens_per_s": self.stream.tokens_per_s()}
 
     def keep_rollouts(self, groups: list[Group]) -> None:

@@ -68,7 +68,7 @@ def read_batches(config: Config, path: Path) -> list[Batch]:
         try:
             kept, dropped = filters.apply(groups, config)
             informative, _ = filters.zero_variance(kept, **asdict(config.advantage))
-            check_lengths(kept, config.budget_tokens, config.policy.parallel.tensor)
+            check_lengths(kept, config.budget_tokens, config.policy.align_tokens)
         except ValueError as error:
             raise StoreError(f"{path}: {error}") from None
         batches.append(Batch(groups, kept, dropped, len(informative)))

@@ -71,7 +71,7 @@ def export_hf(
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole model as HF tensors, one at a time, on rank 0; other ranks yield nothing.
 
-    Collective: every rank must exhaust the iterator. Memory: one bucket.
+    Collective: every rank must exhaust the iterator. Memory: two buckets.
     """
     for name, tensor in gather_hf(chunks, arch, bucket_bytes):
         if parallel.place().rank == 0:
@@ -79,13 +79,21 @@ def export_hf(
 
 
 def gather_hf(chunks: list, arch: Architecture, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-    """The whole model as HF tensors, one at a time, on every rank. Collective."""
+    """The whole model as HF tensors, one at a time, on every rank. Collective.
+
+    vLLM's nccl sender resumes the iterator under one CUDA stream or another and reads each tensor
+    there. So all work of a bucket is complete before its first tensor is read, and all reads are
+    before its memory is released. Memory: two buckets, one of shards and one of HF tensors.
+    """
     local = local_shards(chunks, arch)
     holders = find_holders(local)
+    parallel.synchronize()  # the optimizer wrote the weights on its own stream
     for bucket in buckets_of(arch, holders, bucket_bytes):
-        shards = _broadcast_shards(bucket, local, holders)
-        for mapping in bucket:
-            yield from from_megatron(mapping, shards[mapping.megatron], arch)
+        tensors = _gather_bucket(bucket, local, holders, arch)
+        parallel.synchronize()
+        yield from tensors
+        parallel.synchronize()
+        tensors.clear()
 
 
 def local_shards(chunks: list, arch: Architecture) -> dict[str, Tensor]:
@@ -178,6 +186,17 @@ class _Part:
     name: str
     shard: int
     holder: Holder
+
+
+def _gather_bucket(
+    bucket: list[ParamMapping], local: dict[str, Tensor], holders: Holders, arch: Architecture
+) -> list[tuple[str, Tensor]]:
+    shards = _broadcast_shards(bucket, local, holders)
+    return [
+        pair
+        for mapping in bucket
+        for pair in from_megatron(mapping, shards[mapping.megatron], arch)
+    ]
 
 
 def _broadcast_shards(

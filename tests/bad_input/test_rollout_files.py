@@ -296,6 +296,11 @@ def bytes_of_bool(columns):
     columns["loss_mask"] = (columns["loss_mask"].view(np.uint8) * 7).view(bool)
 
 
+def empty_prompt(columns):
+    del columns["step/prompt_shared"]
+    changed("step/prompt_tokens", 0, 1)(columns)
+
+
 VALUES = {
     "group_negative": (changed("group/id", -1), "id must be from 0"),
     "group_huge": (changed("group/id", 2**40), "id must be from 0"),
@@ -311,7 +316,10 @@ VALUES = {
     "finish": (changed("step/finish", 200), "damaged"),
     "prompt_negative": (changed("prompt_ids", -5), "negative id -5"),
     "response_negative": (changed("response_ids", -5), "negative id -5"),
-    "prompt_empty": (changed("step/prompt_tokens", 0, 1), "prompt_ids is empty"),
+    "prompt_empty": (empty_prompt, "prompt_ids is empty"),
+    "shared_first": (changed("step/prompt_shared", 1), "the previous step has 0 tokens"),
+    "shared_many": (changed("step/prompt_shared", 99, 1), "the previous step has 5 tokens"),
+    "shared_negative": (changed("step/prompt_shared", -1, 1), "prompt_shared is -1"),
     "logprob_5": (changed("logprobs", 5.0), "logprobs holds 5.0"),
     "logprob_nan": (changed("logprobs", np.nan), "logprobs holds nan"),
     "logprob_inf": (changed("logprobs", -np.inf), "logprobs holds -inf"),

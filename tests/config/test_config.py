@@ -12,7 +12,7 @@ import pytest
 
 import megastep
 from megastep import cli
-from megastep.config import Config, load, paths, to_yaml
+from megastep.config import Config, load, paths, to_yaml, validate
 from megastep.errors import ConfigError
 from tests.bad_input.harness import rejected
 from tests.fetched import shape_overrides
@@ -72,6 +72,27 @@ def test_configs_load_from_any_directory(path, tmp_path, monkeypatch):
     assert there == here and Path(there.model.path).is_dir()
     by_relative_path = load(os.path.relpath(config), has_cuda=True)
     assert by_relative_path.model.path == os.path.relpath(here.model.path)
+
+
+def test_policy_attention_suits_the_model_and_the_parallel_layout(tmp_path):
+    """On a machine with a GPU."""
+
+    def problems(attention: str, model="configs/models/qwen3-8b", context=1) -> list[str]:
+        config = Config()
+        config.model.path = str(model)
+        config.policy.attention = attention
+        config.policy.ranks = config.policy.parallel.context = context
+        lines = validate(config, has_cuda=True)
+        return [line for line in lines if line.startswith("policy.attention")]
+
+    architecture = json.loads(Path("configs/models/qwen3-8b/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**architecture, "head_dim": 256}))
+    assert not problems("triton") and not problems("flex", tmp_path)
+    (wide,) = problems("triton", tmp_path)
+    assert "at most 128 dimensions, and the model's have 256; use flex, or auto" in wide
+    (context,) = problems("flex", context=2)
+    assert "context parallelism needs Transformer Engine's attention" in context
+    assert not problems("auto", context=2)
 
 
 def test_plan_works_from_any_directory(tmp_path, monkeypatch, capsys):
@@ -252,6 +273,11 @@ def test_colocated_engines_cannot_be_asynchronous():
         ),
         ("train.steps", "train.steps: not of the form key=value"),
         ("policy.precision=fp8", "policy.precision = fp8: must be one of fp32, bf16"),
+        ("policy.attention=sdpa", "policy.attention = sdpa: must be one of auto, flex, triton"),
+        (
+            "policy.attention=triton",
+            "policy.attention = triton: chooses a kernel for CUDA, and there is no GPU here",
+        ),
         ("train.steps=0", "train.steps = 0: must be 1 or more"),
         ("optimizer.lr=-1", "optimizer.lr = -1.0: must not be negative"),
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: must be two numbers of [0, 1)"),

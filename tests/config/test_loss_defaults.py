@@ -48,3 +48,12 @@ def test_unusual_combinations_are_a_warning(given, start, why):
     assert result.code == 2  # a later check: data.held_out
     printed = [line for line in result.lines if line.startswith("warning: ")]
     assert printed == [f"warning: {line}" for line in lines]
+
+
+def test_quantized_rollouts_without_a_correction_are_a_warning():
+    def lines(*given):
+        return training_warnings(load(LOCAL, ["engine.quantization=fp8", *given], has_cuda=True))
+
+    (line,) = lines()
+    assert line.startswith("engine.quantization = fp8: rollouts sample from other probabilities")
+    assert lines("loss.importance_sampling.mode=truncate") == []

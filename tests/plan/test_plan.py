@@ -10,10 +10,19 @@ import yaml
 from megastep import cli
 from megastep.config import Config, ParallelConfig, load
 from megastep.models.architecture import parse_architecture, read_architecture
+from megastep.plan import table
 from megastep.plan.activations import Layer
 from megastep.plan.model_states import model_states
-from megastep.plan.planning import GIB, in_flight, make_plan, micro_batches_per_rank, stage_memory
+from megastep.plan.planning import (
+    GIB,
+    dispatcher_bytes,
+    in_flight,
+    make_plan,
+    micro_batches_per_rank,
+    stage_memory,
+)
 from megastep.plan.suggest import _layers_per_stage, suggest, uneven
+from megastep.plan.table import text
 from megastep.samples import lay_out
 from megastep.types import Sample
 from tests import cases
@@ -85,6 +94,31 @@ def test_x8_estimates_match_a_run(
         stage = stage_memory(config, arch, number, states, micro_batches, cuda=False)
         measured = max(rank["activations"] for rank in of_ranks)
         assert stage.activations == pytest.approx(measured, rel=0.15), stage
+
+
+@pytest.mark.parametrize("layout", [{}, dict(expert=2)], ids=["dp2", "ep2"])
+def test_x8_buckets_of_overlapped_communication_match_a_run(layout, ranks, models):
+    folder, _ = models("qwen3_moe")
+    config = Config()
+    config.model.path = str(folder)
+    config.policy.ranks = 2
+    config.policy.parallel = ParallelConfig(**layout)
+    config.policy.megatron = {"overlap_grad_reduce": True, "bucket_size": 30_000}
+    config.policy.megatron["pad_buckets_for_high_nccl_busbw"] = True
+    found = ranks(2).run(
+        cases.memory_of_update,
+        folder=folder,
+        layout=layout,
+        settings={"policy.megatron": config.policy.megatron},
+        tokens=64,
+        micro_batches=1,
+    )
+    (states,) = model_states(config, read_architecture(folder))
+    expected = dict(weights=states.weights, gradients=states.gradients, optimizer=states.optimizer)
+    assert {key: max(rank[key] for rank in found) for key in expected} == expected
+    config.policy.megatron = {}
+    (whole,) = model_states(config, read_architecture(folder))
+    assert whole.weights < states.weights  # every bucket is padded
 
 
 # ---------------------------------------------------------------- Megatron-LM's formula
@@ -307,6 +341,78 @@ def test_x8_a_kl_counts_the_weights_twice():
     assert stage.host >= stage.states.weights + stage.states.optimizer
 
 
+# ---------------------------------------------------------------- Megatron's own settings
+
+
+def with_settings(**policy) -> Config:
+    config = big()
+    config.policy.recompute = ["full"]
+    for name, value in policy.items():
+        setattr(config.policy, name, value)
+    return config
+
+
+@pytest.mark.parametrize("recipe, bytes_each", [("blockwise", 2), ("mxfp8", 2 * 33 / 32)])
+def test_x8_fp8_keeps_copies_of_every_matrix(recipe, bytes_each):
+    plain = make_plan(with_settings()).stages[0]
+    fp8 = make_plan(with_settings(fp8=recipe)).stages[0]
+    # Of Qwen3-30B-A3B: 24 layers with queries and output of 32 heads, keys and values of 4, and 16
+    # of 128 experts.
+    attention = 2048 * 128 * (2 * 32 + 2 * 4)
+    experts = 16 * 3 * 2048 * 768
+    assert fp8.fp8_copies == pytest.approx(24 * (attention + experts) * bytes_each)
+    assert fp8.policy - plain.policy == fp8.fp8_copies
+    uncached = with_settings(fp8=recipe, megatron={"disable_parameter_transpose_cache": True})
+    assert make_plan(uncached).stages[0].policy == plain.policy
+
+
+def test_x8_fp8_copies_stay_while_a_colocated_engine_works():
+    plain = make_plan(with_settings())
+    fp8 = make_plan(with_settings(fp8="blockwise"))
+    more = fp8.rollout_bytes(fp8.stages[0]) - plain.rollout_bytes(plain.stages[0])
+    assert more == fp8.stages[0].fp8_copies > 0
+
+
+def test_x8_fused_gradients_need_a_placeholder_per_shape_and_no_copy():
+    fused = make_plan(with_settings()).stages[0]
+    unfused = make_plan(with_settings(megatron={"gradient_accumulation_fusion": False})).stages[0]
+    shapes = [(5120, 2048), (2048, 4096), (1536, 2048), (2048, 768)]  # qkv, output, gate up, down
+    assert unfused.placeholders == 0
+    assert fused.placeholders == 2 * sum(a * b for a, b in shapes)
+    assert unfused.layer_peak - fused.layer_peak == unfused.states.largest_weight
+
+
+def test_x8_deepeps_buffers_depend_on_the_ranks_that_share_experts():
+    def buffers(expert: int, **megatron) -> int:
+        config = with_settings(megatron=megatron)
+        config.policy.parallel = ParallelConfig(expert=expert)
+        return dispatcher_bytes(config, read_architecture(config.model.path))
+
+    token = 2048 * 2 + 16 + 128 * 16
+    assert buffers(8) == 10 * 8 * 256 * token
+    assert buffers(4) == buffers(8) // 2
+    assert buffers(8, moe_deepep_num_sms=24) == buffers(8) // 20 * 24
+    assert buffers(16) > 2 * buffers(8)  # two nodes: NVLink and RDMA
+    assert buffers(1) == buffers(8, moe_token_dispatcher_type="alltoall") == 0
+
+
+def test_x8_a_quantized_engine_has_room_for_more_keys():
+    config = big()
+    plain = make_plan(config).engine
+    config.engine.quantization = "fp8"
+    quantized = make_plan(config).engine
+    outside = 2 * 151936 * 2048  # embedding and head stay in bf16
+    assert quantized.weights == (30_532_122_624 - outside + 2 * outside) // 2
+    assert quantized.kv_cache - plain.kv_cache == plain.weights - quantized.weights
+
+
+def test_x8_settings_with_unknown_memory_are_named():
+    config = with_settings(megatron={"batch_p2p_sync": False, "bucket_size": 10**8}, fp8="mxfp8")
+    shown = text(make_plan(config))
+    assert "policy.megatron: memory not counted: batch_p2p_sync\n" in shown
+    assert "bf16 with FP8 (mxfp8)" in shown and "FP8 copies of weights" in shown
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -369,7 +475,7 @@ def test_x8_a_suggestion_is_a_valid_command_line(layers, pipeline, split, change
             }
         )
     )
-    gpu = "--gpu-gib=8.0" if pipeline == 1 else "--gpu-gib=7.5"
+    gpu = "--gpu-gib=8.0" if pipeline == 1 else "--gpu-gib=7.85"
     assert cli.main(["plan", str(path), gpu, "--suggest"]) == 1
     shown = capsys.readouterr().out
     assert f"\nfits with: {change}\n" in shown, shown
@@ -413,7 +519,55 @@ def test_x8_the_column_of_a_stage_adds_up():
     plan = make_plan(big())
     for stage in plan.stages:
         model_states = stage.states.weights + stage.states.gradients + stage.optimizer
-        assert plan.training_bytes(stage) == model_states + stage.activations + 7 * GIB
+        constant = model_states + stage.extras + 7 * GIB
+        assert plan.training_bytes(stage) == constant + stage.activations
+
+
+@pytest.mark.parametrize(
+    ("recipe", "largest"), [("qwen3-8b", 151936 * 4096 * 2), ("qwen3-32b", 151936 * 5120 * 2)]
+)
+def test_x8_the_buffer_of_a_weight_sync_holds_the_largest_tensor(recipe, largest):
+    """An embedding; with a larger sync.bucket_mb the buffer has its size."""
+
+    def plan(*given: str):
+        return make_plan(load(f"configs/h100/{recipe}.yaml", list(given), has_cuda=True))
+
+    small = plan("sync.bucket_mb=64")
+    assert small.sync.buffer == small.sync.largest_tensor == largest
+    text = table.text(small)
+    assert "(sync.bucket_mb = 64, largest tensor 1." in text and ", buffers of 1." in text
+    large = plan("sync.bucket_mb=4096")
+    assert large.sync.buffer == 4 * GIB
+    # Two buckets of gathered weights and the buffer.
+    more = large.weight_sync_bytes(large.stages[0]) - small.weight_sync_bytes(small.stages[0])
+    assert more == 3 * (4 * GIB - largest)
+
+
+def test_x8_vllm_keeps_the_experts_of_a_layer_during_a_weight_sync():
+    """Whole, and once more as the worker's shard; a KV cache in addition would not fit."""
+    plan = make_plan(load("configs/h100/qwen3-235b-a22b.yaml", has_cuda=True))
+    experts = 128 * 3 * 4096 * 1536 * 2
+    assert plan.sync.engine == experts + experts // plan.config.engine.tensor_parallel
+    fullest = max(plan.weight_sync_bytes(stage) for stage in plan.stages)
+    assert fullest < plan.gpu_bytes < fullest + plan.engine.kv_cache
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "problem"),
+    [
+        ("qwen3-8b", "sync.bucket_mb=20000", "weight sync on stage 1: buffers of 19.5 GiB and 2.3"),
+        (
+            "qwen3-235b-a22b-disaggregated",
+            "engine.gpu_memory_utilization=0.95",
+            "weight sync: engine.gpu_memory_utilization = 0.95 leaves no room for 9.7 GiB",
+        ),
+    ],
+)
+def test_x8_a_weight_sync_must_fit_too(recipe, change, problem):
+    path = f"configs/h100/{recipe}.yaml"
+    assert not make_plan(load(path, has_cuda=True)).problems()
+    problems = make_plan(load(path, [change], has_cuda=True)).problems()
+    assert any(line.startswith(problem) for line in problems), problems
 
 
 def test_x8_a_teacher_counts_its_weights():

@@ -1,111 +1,74 @@
-"""X1: attention over a trie equals a dense mask, forward and backward, for every block size."""
+"""The choice of the attention kernel, and what Megatron does around it."""
 
-import random
+import functools
 
 import numpy as np
 import pytest
-import torch
 
-from megastep.policy.attention import _TrieAttention, blocks_of
-from megastep.samples import lay_out
-from megastep.types import LossTable, Trie
-from tests.samples.rollouts import random_group, samples_of
+from megastep.policy.attention import Kernel, kernel_for
+from tests.policy import attention_cases
 
-
-def some_tries() -> list[Trie]:
-    dice = random.Random(3)
-    tries = []
-    for _ in range(25):
-        groups = [random_group(dice, id, "none", 0.0) for id in range(dice.randint(1, 3))]
-        by_rank, _ = lay_out(samples_of(*groups), 1, 10_000, align_tokens=dice.choice([1, 4]))
-        tries += [micro_batch.trie for micro_batch in by_rank[0]]
-    return tries
+MODEL = "qwen3_yarn"  # dense, grouped queries, a softmax scale of its own
 
 
-def dense(query, key, value, trie: Trie, scale: float):
-    """The visibility predicate of attention.py, as a dense mask."""
-    index = torch.arange(len(trie))
-    end = torch.from_numpy(trie.end.astype(np.int64))
-    visible = (index[None] <= index[:, None]) & (index[:, None] < end[None])  # [q, k]
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)
+@pytest.mark.parametrize(
+    "setting, of_sequences, of_branches",
+    [
+        ("auto", Kernel.PACKED, Kernel.FLEX),
+        ("flex", Kernel.FLEX, Kernel.FLEX),
+        ("triton", Kernel.TRITON, Kernel.TRITON),
+    ],
+)
+def test_policy_attention_chooses_the_kernel(setting, of_sequences, of_branches):
+    assert kernel_for(setting, "cuda", branches=False) == of_sequences
+    assert kernel_for(setting, "cuda", branches=True) == of_branches
+    assert kernel_for(setting, "cpu", branches=True) == Kernel.CPU
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (4, 1)])
-def test_equals_a_dense_mask(heads, kv_heads):
-    torch.manual_seed(0)
-    branched = 0
-    for trie in some_tries():
-        branched += trie.branches
-        inputs = [
-            torch.randn(len(trie), n, 32, requires_grad=True) for n in (heads, kv_heads, kv_heads)
-        ]
-        grad = torch.randn(len(trie), heads, 32)
-        expected = dense(*inputs, trie, 0.2)
-        expected_grads = torch.autograd.grad(expected, inputs, grad)
-        for block_tokens, short_path_tokens in ((1, 0), (5, 3), (16, 0), (16, 8), (64, 512)):
-            blocks = blocks_of(trie, heads // kv_heads, block_tokens, short_path_tokens)
-            assert [b.start for b in blocks] == [0] + [b.stop for b in blocks[:-1]]
-            assert blocks[-1].stop == len(trie)
-            out = _TrieAttention.apply(*inputs, blocks, 0.2)
-            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-            grads = torch.autograd.grad(out, inputs, grad)
-            for ours, theirs in zip(grads, expected_grads, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
-    assert branched > 10
+@pytest.fixture(scope="module")
+def logprobs(ranks, models):
+    """`logprobs(setting, pack_layout)` of the policy and its teacher; setting None: on CPU."""
+
+    @functools.cache
+    def get(setting: str | None, pack_layout: str) -> dict:
+        (found,) = ranks(1).run(
+            attention_cases.logprobs_by_kernel,
+            folder=models(MODEL)[0],
+            setting=setting,
+            pack_layout=pack_layout,
+        )
+        return found
+
+    return get
 
 
-def test_blocks_of_the_worked_example():
-    """The example in the docstring of blocks_of."""
-    none = np.zeros(0, np.int32)
-    position = np.array([0, 1, 2, 3, 2, 3, 4, 5], np.int32)
-    end = np.array([8, 8, 4, 4, 8, 8, 8, 8], np.int32)
-    trie = Trie(np.arange(8, dtype=np.int32), position, end, LossTable(*[none] * 8))
-    first, second = blocks_of(trie, groups=1, block_tokens=4, short_path_tokens=0)
-    assert (first.start, first.stop, first.shared, first.local) == (0, 4, None, slice(0, 4))
-    assert (second.start, second.stop) == (4, 8)
-    assert (second.shared, second.local) == (slice(0, 2), slice(4, 8))
+@pytest.mark.parametrize(
+    "setting, pack_layout, kernel",
+    [("auto", "trie", "FLEX"), ("auto", "flat", "PACKED"), ("flex", "flat", "FLEX")],
+)
+def test_policy_attention_reaches_the_policy_and_its_teacher(
+    setting, pack_layout, kernel, logprobs
+):
+    """The whole model with the core attention of CUDA, in place of the one for CPU."""
+    found = logprobs(setting, pack_layout)
+    assert found["used"] == found["used by teacher"] == {(kernel, pack_layout == "trie")}
+    on_cpu = logprobs(None, pack_layout)
+    for name in ("logprobs", "teacher"):
+        np.testing.assert_allclose(found[name], on_cpu[name], rtol=0, atol=1e-5)
 
 
-def test_bf16_is_within_rounding_of_fp32():
-    torch.manual_seed(0)
-    trie = max(some_tries(), key=len)
-    inputs = [torch.randn(len(trie), heads, 32) for heads in (8, 2, 2)]
-    blocks = blocks_of(trie, 4, 16, 8)
-    assert any(b.shared is not None for b in blocks)
-    out = _TrieAttention.apply(*(t.bfloat16() for t in inputs), blocks, 0.2)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), dense(*inputs, trie, 0.2), rtol=0, atol=0.03)
+def test_the_packed_kernel_gets_the_sequences_in_every_layer(logprobs):
+    found = logprobs("auto", "flat")
+    assert all(len(starts) > 2 for starts in found["sequences"])
+    assert {tuple(s) for s in found["starts"]} == {tuple(s) for s in found["sequences"]}
+    layers, rest = divmod(len(found["starts"]), 2 * len(found["sequences"]))
+    assert layers > 1 and rest == 0  # of the policy and of its teacher
 
 
-def long_trie(tokens: int) -> Trie:
-    """A stem of half the tokens, with branches of 50 below it."""
-    stem = tokens // 2
-    branch = np.arange(tokens - stem) % 50
-    position = np.concatenate([np.arange(stem), stem + branch]).astype(np.int32)
-    starts = np.arange(stem, tokens) - branch
-    end = np.concatenate([np.full(stem, tokens), np.minimum(starts + 50, tokens)]).astype(np.int32)
-    none = np.zeros(0, np.int32)
-    return Trie(np.zeros(tokens, np.int32), position, end, LossTable(*[none] * 8))
-
-
-def test_memory_grows_with_the_tokens_not_with_their_square():
-    """Everything that forward saves for backward, masks included."""
-
-    def kept(tokens: int) -> int:
-        trie = long_trie(tokens)
-        blocks = blocks_of(trie, groups=4)
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: sizes.append(t.nbytes) or t, lambda t: t
-        ):
-            inputs = [torch.randn(tokens, heads, 32, requires_grad=True) for heads in (8, 2, 2)]
-            _TrieAttention.apply(*inputs, blocks, 0.2)
-        masks = {
-            b.mask.untyped_storage().data_ptr(): b.mask.untyped_storage().nbytes() for b in blocks
-        }
-        return sum(sizes) + sum(masks.values())
-
-    small, large = kept(2000), kept(8000)
-    assert large < 4.5 * small and large < 8000 * 8000 * 4 / 8
+def test_megatron_reads_no_sequence_length_from_the_device(ranks, models):
+    """Its rotary embedding for packed sequences does, for each sequence in every layer."""
+    ((cu_seqlens, scalar_reads),) = ranks(1).run(
+        attention_cases.rotary_calls, folder=models(MODEL)[0]
+    )
+    assert len(cu_seqlens) > 0 and all(each is None for each in cu_seqlens)
+    assert scalar_reads == 0

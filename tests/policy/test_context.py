@@ -1,13 +1,14 @@
-"""Context parallelism without a GPU: tokens and rows of each rank, and Megatron's rotary slices."""
+"""Context parallelism without a GPU: tokens, positions, sequences and rows of each rank."""
 
 import numpy as np
 import pytest
 import torch
-from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
-from megastep.config import Config, validate
+from megastep.config import Config, ParallelConfig, validate
+from megastep.distributed import parallel
+from megastep.policy import batch
 from megastep.policy.context import own_rows, shard_sequences, take_tokens
-from megastep.types import LossTable, Trie
+from tests.policy.tries import sequences
 from tests.policy.updates import make_groups, micro_batches
 
 
@@ -17,11 +18,10 @@ def make_trie(pack_layout="flat"):
 
 def test_the_worked_example():
     """The example in the docstring of ContextShard."""
-    position = np.arange(7, dtype=np.int32)
-    none = np.zeros(0, np.int32)
-    trie = Trie(position, position, np.full(7, 7, np.int32), LossTable(*[none] * 8))
-    assert shard_sequences(trie, 0, 2, 1).take.tolist() == [0, 1, 6, -1]
-    assert shard_sequences(trie, 1, 2, 1).take.tolist() == [2, 3, 4, 5]
+    first, second = (shard_sequences(sequences(7), rank, 2, 1) for rank in range(2))
+    assert first.take.tolist() == [0, 1, 6, -1]
+    assert first.position.tolist() == [0, 1, 6, 7]
+    assert second.take.tolist() == second.position.tolist() == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("size, tensor", [(2, 1), (4, 1), (2, 2)])
@@ -30,7 +30,7 @@ def test_every_token_and_row_is_on_one_rank(size, tensor):
     tokens, rows = [], []
     for rank in range(size):
         shard = shard_sequences(trie, rank, size, tensor)
-        assert len(shard.take) * size == len(shard.position) and len(shard.take) % tensor == 0
+        assert len(shard.take) * size == shard.padded_starts[-1] and len(shard.take) % tensor == 0
         shard_rows, src = own_rows(trie.loss.src, shard.take)
         assert np.array_equal(shard.take[src], trie.loss.src[shard_rows])
         tokens += shard.take[shard.take >= 0].tolist()
@@ -42,21 +42,28 @@ def test_every_token_and_row_is_on_one_rank(size, tensor):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_rotary_frequencies_are_those_of_the_tokens(size):
-    """Megatron slices the frequencies of a rank sequence by sequence."""
+def test_positions_are_those_of_the_tokens(size):
     trie = make_trie()
     for rank in range(size):
         shard = shard_sequences(trie, rank, size, 1)
-        frequencies = torch.from_numpy(shard.position.astype(np.int64))
-        slices = []
-        for start, stop in zip(shard.padded_starts[:-1], shard.padded_starts[1:]):
-            local = torch.empty((stop - start) // size)
-            slices.append(
-                _get_thd_freqs_on_this_cp_rank(rank, size, local, frequencies, int(start))
-            )
-        sliced = torch.cat(slices).numpy()
+        assert len(shard.position) == len(shard.take)
         real = shard.take >= 0
-        assert np.array_equal(sliced[real], trie.position[shard.take[real]])
+        assert np.array_equal(shard.position[real], trie.position[shard.take[real]])
+
+
+def test_transformer_engine_gets_the_sequences_and_megatron_the_positions():
+    micro_batch = micro_batches(make_groups(replay=True), 1, 4096, "flat")[0][0]
+    with parallel.imagined(ParallelConfig(context=2), 1, 2):
+        prepared = batch.prepare(micro_batch, 1, False, 16, 1.0, False, "auto")
+    shard = shard_sequences(micro_batch.trie, 1, 2, 1)
+    assert prepared.tokens.shape == (1, len(shard.take))
+    assert prepared.position.tolist() == shard.position.tolist()
+    assert prepared.attention.qkv_format == "sbhd" and prepared.attention.cu_seqlens_q is None
+    packed = prepared.attention.sequences
+    assert packed.qkv_format == "thd"
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == shard.starts.tolist()
+    assert packed.cu_seqlens_q_padded.tolist() == shard.padded_starts.tolist()
+    assert packed.max_seqlen_q == np.diff(shard.padded_starts).max()
 
 
 def test_a_branching_micro_batch_is_rejected():

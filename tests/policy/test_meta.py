@@ -7,8 +7,7 @@ from megastep.config import ParallelConfig, PolicyConfig
 from megastep.distributed import parallel
 from megastep.models.architecture import read_architecture
 from megastep.policy.model import build_model
-from megastep.weights.mapping import param_mappings, to_megatron
-from megastep.weights.megatron import global_name, shard_of
+from tests.weights.coverage import count_mapped_parameters
 
 BIG = {
     "qwen3-30b-a3b": (30.5e9, 16, ParallelConfig(tensor=2, pipeline=2, expert=4)),
@@ -24,31 +23,8 @@ BIG = {
 def test_the_mapping_covers_every_parameter_of_every_rank_exactly_once(name):
     size, world, layout = BIG[name]
     arch = read_architecture(f"configs/models/{name}")
-    mappings = param_mappings(arch)
-    shapes = {hf: shape for mapping in mappings.values() for hf, shape in mapping.hf}
-    seen: dict[str, dict[int, torch.Size]] = {name: {} for name in mappings}
-    for rank in range(world):
-        with parallel.imagined(layout, rank, world):
-            place = parallel.place()
-            with torch.device("meta"):
-                (model,) = build_model(arch, PolicyConfig(precision="bf16", parallel=layout))
-                names = [global_name(local, model, arch) for local, _ in model.named_parameters()]
-                assert len(set(names)) == len(names)
-                for param_name, param in zip(names, model.parameters(), strict=True):
-                    mapping = mappings[param_name]  # KeyError: a parameter without a mapping
-                    shard, num_shards = shard_of(mapping, place)
-                    expected = to_megatron(
-                        mapping, lambda hf: torch.empty(shapes[hf]), arch, shard, num_shards
-                    )
-                    assert param.is_meta and param.shape == expected.shape
-                    assert seen[param_name].setdefault(shard, param.shape) == param.shape
-    total = 0
-    for param_name, shards in seen.items():
-        num_shards = 1 if ".local_experts." in param_name else layout.tensor
-        assert sorted(shards) == list(range(num_shards)), param_name
-        needed = shards if mappings[param_name].sharding.axis is not None else {0: shards[0]}
-        total += sum(shape.numel() for shape in needed.values())
-    assert total == sum(torch.Size(shape).numel() for shape in shapes.values())
+    policy = PolicyConfig(precision="bf16", parallel=layout)
+    total = count_mapped_parameters(arch, policy, world, device="meta")
     assert total == _parameters_by_transformers(name)
     assert total == pytest.approx(size, rel=0.01)
 

@@ -91,7 +91,7 @@ def test_a5_padding_of_context_parallelism_is_marked(context):
     micro_batch = join(sequences, 1, None)
     micro_batch.real_tokens = 7  # the eighth is padding
     with parallel.imagined(ParallelConfig(context=2), context, 2):
-        prepared = batch.prepare(micro_batch, 1, False, 16, 1.0, False)
+        prepared = batch.prepare(micro_batch, 1, False, 16, 1.0, False, "auto")
     # By hand: 8 tokens of the first sequence, 4 of the second.
     expected = {0: [0, 0, 1, 1, 0, 1], 1: [0, 0, 0, 1, 0, 1]}
     assert prepared.padding[0].int().tolist() == expected[context]

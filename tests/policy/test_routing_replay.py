@@ -248,6 +248,15 @@ def test_a_batch_without_routing_is_not_trained_on(ranks, models):
     assert "needs recorded routing, and no step of the batch has any" in error and unchanged
 
 
-def test_fused_routers_are_rejected(ranks, models):
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("moe_router_fusion", True),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_router_load_balancing_type", "quantile_balancing"),
+    ],
+)
+def test_routers_that_select_by_themselves_are_rejected(ranks, models, setting, value):
     folder, _ = models(MODEL)
-    assert "moe_router_fusion" in ranks(1).run(cases.attach_to_fused_router, folder=folder)[0]
+    (error,) = ranks(1).run(cases.attach_replay_with, folder=folder, setting=setting, value=value)
+    assert error.startswith(f"routing replay does not support {setting}")

@@ -15,15 +15,16 @@ LR = 1e-2
 EPS = 1e-3  # large: keeps Adam's first step smooth where a gradient is almost 0
 
 
-def make_groups(replay: bool, prompts: int = 2, seed: int = 0) -> list[Group]:
+def make_groups(replay: bool, prompts: int = 2, seed: int = 0, lengthen: int = 1) -> list[Group]:
     """Trajectories of 1 to 4 turns; some strip thinking from the history, one repeats another, one
-    ends in an appended EOS. With `replay` the routing of a token is a function of its path."""
+    ends in an appended EOS. With `replay` the routing of a token is a function of its path.
+    lengthen: factor of all lengths, for GPUs."""
     random = np.random.default_rng(seed)
     groups = []
     for id in range(prompts):
-        prompt = _some(random, 5, 9)
+        prompt = _some(random, 5 * lengthen, 9 * lengthen)
         trajectories = [
-            _trajectory(random, id, i, prompt, turns=1 + (id + 2 * i) % 4) for i in range(3)
+            _trajectory(random, id, i, prompt, 1 + (id + 2 * i) % 4, lengthen) for i in range(3)
         ]
         repeated = [Step(**vars(step)) for step in trajectories[0].steps]
         trajectories.append(Trajectory(id, 3, repeated))
@@ -42,10 +43,12 @@ def steps_of(groups: list[Group]) -> list[Step]:
     ]
 
 
-def _trajectory(random, id: int, index: int, prompt: np.ndarray, turns: int) -> Trajectory:
+def _trajectory(
+    random, id: int, index: int, prompt: np.ndarray, turns: int, lengthen: int
+) -> Trajectory:
     steps = []
     for turn in range(turns):
-        response = _some(random, 3, 8)
+        response = _some(random, 3 * lengthen, 8 * lengthen)
         appended = turn == 1 and index == 1
         steps.append(
             Step(
@@ -61,7 +64,7 @@ def _trajectory(random, id: int, index: int, prompt: np.ndarray, turns: int) -> 
             )
         )
         kept = response[len(response) // 2 :] if index % 2 == 0 else response  # thinking stripped
-        prompt = np.concatenate([prompt, kept, _some(random, 2, 4)])
+        prompt = np.concatenate([prompt, kept, _some(random, 2 * lengthen, 4 * lengthen)])
     return Trajectory(id, index, steps)
 
 
@@ -159,7 +162,8 @@ def plain_logprobs(model, step: Step, replay: bool) -> tuple[torch.Tensor, torch
             np.stack([experts_of(ids_of(step)[: n + 1]) for n in range(len(ids) - 1)])
         )
     with forced(model, routing):
-        logp = model(ids[None, :-1]).logits[0].log_softmax(-1)[prompt_tokens - 1 :]
+        logits = model(ids[None, :-1]).logits[0, prompt_tokens - 1 :]
+    logp = logits.float().log_softmax(-1)
     return logp.gather(1, ids[prompt_tokens:, None]).squeeze(1), logp
 
 

@@ -1,7 +1,9 @@
 """S1, S7, S8, S9, S10: the trajectory of an episode, for any environment and engine behaviour."""
 
 import asyncio
+import pickle
 import re
+import threading
 import time
 
 import numpy as np
@@ -709,10 +711,8 @@ def test_c11_a_blocked_interval_is_reported_while_it_lasts(where, who, warnings,
             stuck("close")
 
     renderer = Renderer(chats.tokenizer("qwen3"), "tokens")
-    history = renderer.history
-    monkeypatch.setattr(
-        renderer, "history", lambda messages: stuck("template") or history(messages)
-    )
+    begin = renderer.begin
+    monkeypatch.setattr(renderer, "begin", lambda messages: stuck("template") or begin(messages))
     agent = Agent(
         chats.ScriptedEngine(renderer, [THINKING]),
         renderer,
@@ -813,3 +813,66 @@ def test_every_call_has_a_distinct_seed():
     seeds = {call_seed(*key) for key in np.ndindex(3, 3, 3, 3)}
     assert len(seeds) == 81 and all(0 <= s < 2**62 for s in seeds)
     assert call_seed(1, 2, 3, 4) == call_seed(1, 2, 3, 4)
+
+
+# ---------------------------------------------------------------- tokens once
+
+
+@pytest.mark.parametrize("mode, kind", [("tokens", "qwen3"), ("chat", "qwen3"), ("chat", "llama3")])
+def test_the_steps_of_an_episode_store_each_token_once(mode, kind):
+    """The size of a trajectory grows with its turns; qwen3 drops the thinking of each of them."""
+    replies = [chats.EOS[kind].join(["<think>\nall hell\n</think>\n\nab" * 20, ""])]
+    limits = Limits(
+        max_turns=50, max_prompt_tokens=10**6, max_response_tokens=10**4, env_timeout_s=9
+    )
+    sizes = []
+    for turns in (20, 40):
+        env = Talk(*["hello there " * 40] * (turns - 1))
+        trajectory, script, _ = run_episode(env, replies, mode, limits, kind=kind)
+        assert len(trajectory.steps) == turns
+        for step, (prompt, *_) in zip(trajectory.steps, script.calls):
+            assert step.prompt_ids.tolist() == prompt.tolist()
+        sizes.append(len(pickle.dumps(trajectory)))
+    assert sizes[1] < 2.2 * sizes[0]
+
+
+@pytest.mark.parametrize("mode", ["tokens", "chat"])
+def test_s6_long_messages_are_encoded_in_a_thread_and_once_for_all_samples(mode, monkeypatch):
+    renderer = Renderer(chats.tokenizer("qwen3"), mode)
+    script = chats.ScriptedEngine(renderer, ["ab<|im_end|>"])
+    limits = Limits(3, 10**6, 40, 60.0)
+    agent = Agent(script, renderer, limits, Sampling(max_tokens=0))
+    encoder = renderer.encoder
+    encode = encoder._encode
+    threads = {}
+
+    def counted(segment: str):
+        threads.setdefault(segment, []).append(threading.current_thread().name)
+        return encode(segment)
+
+    monkeypatch.setattr(encoder, "_encode", counted)
+    question = "abc " * 10_000
+    observed = "xyz " * 10_000
+
+    async def samples():
+        env = [Talk("short", observed, question=question) for _ in range(4)]
+        runs = [agent.run_episode(lambda i=i: env[i], 0, i, f"0/{i}") for i in range(4)]
+        return await asyncio.gather(*runs)
+
+    trajectories = asyncio.run(samples())
+    by_length = {len(segment): names for segment, names in threads.items()}
+    for text in (f"user\n{question}", f"user\n{observed}"):
+        (name,) = by_length[len(text)]  # one encoding
+        assert name.startswith("encoding")
+    main = threading.current_thread().name
+    assert all(names == [main] for length, names in by_length.items() if length < 100)
+    for trajectory in trajectories:
+        assert trajectory.stop_reason == "done" and len(trajectory.steps) == 3
+        messages = [{"role": "user", "content": question}]
+        assert trajectory.steps[0].prompt_ids.tolist() == renderer.prompt_ids(messages).tolist()
+
+
+def test_a_long_message_that_cannot_be_encoded_is_an_error_of_the_environment():
+    trajectory, _, _ = run_episode(Talk(question="\ud83d" * 20_000))
+    assert trajectory.stop_reason == "env_error"
+    assert "lone surrogate" in trajectory.env_metrics["error"]

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -141,3 +142,15 @@ def test_x6_a_stream_does_not_resume_in_other_rows(other, message):
 
 def test_an_unshuffled_stream_keeps_the_order():
     assert [p.row for p in PromptStream(ROWS, seed=5, shuffle=False).take(12)] == ROWS + ROWS[:2]
+
+
+def test_restored_prompts_share_the_permutation_of_their_epoch(monkeypatch):
+    stream = PromptStream([{"n": i} for i in range(50)], seed=741)
+    drawn = stream.take(120)
+    made = []
+    default_rng = np.random.default_rng
+    monkeypatch.setattr(
+        np.random, "default_rng", lambda seed: made.append(seed) or default_rng(seed)
+    )
+    assert [stream.prompt(prompt.id) for prompt in drawn] == drawn
+    assert len(made) <= 3  # epochs

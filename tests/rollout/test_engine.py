@@ -1,13 +1,22 @@
 """Arguments of vLLM: every key of `engine` and of other sections that an engine needs. vLLM itself
 runs in tests/rollout/test_end_to_end.py."""
 
+import os
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import psutil
 import pytest
 
 from megastep.config import load
-from megastep.rollout.engine import Setup, _arguments, _environment, _sampling_params
+from megastep.rollout.engine import (
+    Setup,
+    _arguments,
+    _environment,
+    _sampling_params,
+    _unlink_shared_memory,
+)
 from megastep.rollout.generation import Sampling
 
 CHASE = "configs/chase.yaml"
@@ -47,6 +56,8 @@ def arguments(*given: str, setup: Setup = ON_CPU) -> dict:
         ("engine.gpu_memory_utilization=0.35", "gpu_memory_utilization", 0.35),
         ("policy.precision=bf16", "dtype", "bfloat16"),
         ("policy.precision=fp32", "dtype", "float32"),
+        ("engine.quantization=fp8", "quantization", "fp8"),
+        ("engine.quantization=null", "quantization", None),
         ("train.seed=40", "seed", 43),  # engine 3
         ("sync.verify=true", "additional_config", {"sync_verify": True}),
         ("sync.verify=false", "additional_config", {"sync_verify": False}),
@@ -87,6 +98,27 @@ def test_one_process_less_without_tensor_parallelism():
     assert _environment(load(CHASE, []), ON_CPU)[name] == "0"
     two = load(CHASE, ["engine.tensor_parallel=2"], has_cuda=True)
     assert _environment(two, ON_CPU)[name] == "1"
+
+
+def test_shared_memory_is_unlinked_though_a_process_ends_meanwhile(monkeypatch, tmp_path):
+    """Compile workers of torch come and go while an engine starts."""
+    segment = Path(f"/dev/shm/megastep-test-{os.getpid()}")
+    segment.touch()
+
+    def end():
+        raise psutil.NoSuchProcess(1234)
+
+    maps = [SimpleNamespace(path=str(segment)), SimpleNamespace(path=str(tmp_path))]
+    children = [
+        SimpleNamespace(memory_maps=end),
+        SimpleNamespace(memory_maps=lambda: maps),
+    ]
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: children)
+    try:
+        _unlink_shared_memory()
+        assert not segment.exists() and tmp_path.exists()
+    finally:
+        segment.unlink(missing_ok=True)
 
 
 def test_kv_cache_memory_on_a_cpu():

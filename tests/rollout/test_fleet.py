@@ -14,9 +14,11 @@ from ray.exceptions import OutOfMemoryError
 
 from megastep.config import EngineConfig
 from megastep.errors import EngineError
-from megastep.rollout.engine import run_lengths
+from megastep.rollout import fleet as fleet_module
+from megastep.rollout.engine import Progress, run_lengths
 from megastep.rollout.fleet import Fleet
-from megastep.rollout.generation import Sampling
+from megastep.rollout.generation import Sampling, Session
+from megastep.rollout.router import Lost
 from tests.engines import GREEDY, export, shake
 from tests.models import some_tokens
 from tests.processes import alive, descendants, wait_for
@@ -43,11 +45,11 @@ def test_an_engine_that_ray_kills_for_memory_is_lost(monkeypatch):
     fleet = Fleet(lambda index: Handle(), EngineConfig(health_every_s=0.01, restarts=0))
     try:
         fleet.open()
-        wait_for(lambda: fleet._all_gone(), 10)
+        wait_for(lambda: fleet.slots[0].gone, 10)
         with pytest.raises(
             EngineError, match="every engine is gone: 0: its process ended: Ray killed it because"
         ):
-            asyncio.run(fleet.generate(np.zeros(1), GREEDY, session="any"))
+            asyncio.run(fleet.generate(np.zeros(1), GREEDY, session=Session("any", 0)))
     finally:
         fleet.close()
 
@@ -79,11 +81,12 @@ def test_start_timeout_s(monkeypatch):
 def test_calls_of_a_session_stay_together(rollouts):
     sessions = [f"s{i}" for i in range(8)]
     prompts = some_tokens(8)
+    router = rollouts.fleet.router
     placed = []
     for turn in range(3):
         order = sessions[turn:] + sessions[:turn]  # without affinity the first goes to engine 0
         rollouts.ask(prompts, sessions=order)
-        placed.append([rollouts.fleet._sessions[s].index for s in sessions])
+        placed.append([router._sessions[Session(s, 0)].slot for s in sessions])
     assert placed[0] == placed[1] == placed[2] and sorted(placed[0]) == [0] * 4 + [1] * 4
 
 
@@ -228,7 +231,7 @@ def test_a_cancelled_call_is_aborted_by_its_engine(rollouts):
 
     async def cancel():
         calls = (
-            rollouts.fleet.generate(p, Sampling(230, seed=1), session=f"{i}")
+            rollouts.fleet.generate(p, Sampling(230, seed=1), session=Session(f"{i}", 0))
             for i, p in enumerate(prompts)
         )
         await asyncio.wait_for(asyncio.gather(*calls), whole_s / 5)
@@ -236,7 +239,7 @@ def test_a_cancelled_call_is_aborted_by_its_engine(rollouts):
     with pytest.raises(TimeoutError):
         asyncio.run(cancel())
     wait_for(lambda: _running(rollouts) == 0, whole_s / 2)
-    assert all(slot.in_flight == 0 for slot in rollouts.fleet.slots)
+    assert not any(rollouts.fleet.router.in_flight.values())
 
 
 def test_an_engine_killed_during_a_rollout(rollouts, models, tmp_path):
@@ -252,7 +255,7 @@ def test_an_engine_killed_during_a_rollout(rollouts, models, tmp_path):
     thread = threading.Thread(target=lambda: answers.extend(rollouts.ask(prompts, sampling)))
     thread.start()
     slot = rollouts.fleet.slots[0]
-    wait_for(lambda: slot.in_flight == 12, 20)
+    wait_for(lambda: rollouts.fleet.router.in_flight[slot.id] == 12, 20)
     time.sleep(0.2)
     pid = slot.pid
     vllm = descendants(pid)
@@ -262,8 +265,9 @@ def test_an_engine_killed_during_a_rollout(rollouts, models, tmp_path):
     wait_for(lambda: not alive(vllm), 30)
     assert [g.ids.tolist() for g in answers] == [g.ids.tolist() for g in expected]
     assert all(g.versions.tolist() == [[version, 100]] for g in answers)
-    wait_for(lambda: slot.serving, 200)
-    assert slot.pid != pid and slot.restarts == 1
+    wait_for(lambda: slot.stale, 200)
+    version = rollouts.cluster.sync()
+    assert slot.serving and slot.pid != pid and slot.restarts == 1
     again = rollouts.ask(prompts, sampling)
     assert [g.ids.tolist() for g in again] == [g.ids.tolist() for g in expected]
     assert all(g.versions.tolist() == [[version, 100]] for g in again)
@@ -278,8 +282,10 @@ def test_an_engine_whose_vllm_died_is_lost_at_a_weight_sync(rollouts, models, tm
     ((core, _),) = descendants(pid)
     os.kill(core, signal.SIGKILL)
     time.sleep(0.1)
+    rollouts.cluster.sync()
+    wait_for(lambda: slot.stale and slot.pid != pid, 200)
     version = rollouts.cluster.sync()
-    wait_for(lambda: slot.serving and slot.pid != pid, 200)
+    assert slot.serving
     answers = rollouts.ask(some_tokens(4))
     assert all(g.versions.tolist() == [[version, 12]] for g in answers)
 
@@ -322,35 +328,47 @@ def _running(rollouts) -> int:
 
 
 class Stub:
-    """An actor with an engine's methods; the prompt selects how `generate` fails."""
+    """An actor with an engine's methods; the prompt selects how it fails from then on."""
 
     def __init__(self, index: int):
         self.index = index
         self.calls = 0
+        self.running = 0
         self.sick = 0
 
     async def start(self) -> int:
         return os.getpid()
 
-    async def check(self) -> None:
+    async def check(self) -> Progress:
         if self.sick == 4:
             raise ValueError("a broken pipe")
         if self.sick == 5:
             await asyncio.sleep(1000)
+        return Progress(running=self.running, tokens=0)
 
     async def generate(self, prompt_ids, sampling, name, routing_start, routing_version):
         self.calls += 1
-        if prompt_ids[0] == 1 and self.index == 0 or prompt_ids[0] == 2:
-            await asyncio.sleep(1000)
+        self.running += 1
+        try:
+            if prompt_ids[0] == 1 and self.index == 0 or prompt_ids[0] == 2:
+                await asyncio.sleep(1000)
+        finally:
+            self.running -= 1
         if prompt_ids[0] == 3:
             os._exit(1)
         self.sick = prompt_ids[0]
         return self.index, self.calls
 
+    async def pause(self, finish_calls: bool) -> None:
+        if self.sick == 6 and self.index == 0:
+            raise ValueError("an illegal memory access")
+        if self.sick == 7 and self.index == 0:
+            await asyncio.sleep(1000)
 
-def stubs(**settings) -> Fleet:
+
+def stubs(refresh=None, **settings) -> Fleet:
     spawn = ray.remote(Stub).options(num_cpus=0, max_concurrency=100).remote
-    fleet = Fleet(spawn, EngineConfig(num_engines=2, **settings))
+    fleet = Fleet(spawn, EngineConfig(num_engines=2, **settings), refresh)
     fleet.start()
     fleet.open()
     return fleet
@@ -359,7 +377,8 @@ def stubs(**settings) -> Fleet:
 def ask(fleet: Fleet, *prompts: int) -> list:
     async def all_of_them():
         calls = (
-            fleet.generate(np.array([p]), GREEDY, session=f"{p} {i}") for i, p in enumerate(prompts)
+            fleet.generate(np.array([p]), GREEDY, session=Session(f"{p} {i}", 0))
+            for i, p in enumerate(prompts)
         )
         return await asyncio.gather(*calls, return_exceptions=True)
 
@@ -379,12 +398,24 @@ def failing(rollouts):
         fleet.close()
 
 
-def test_a_hanging_engine_is_restarted_and_its_calls_are_rerouted(failing):
-    fleet = failing(request_timeout_s=2)
+def test_a_stuck_engine_is_restarted_and_its_calls_are_rerouted(failing):
+    """engine.progress_timeout_s"""
+    fleet = failing(progress_timeout_s=1, health_every_s=0.2)
     answers = ask(fleet, 1, 0, 0)  # the first goes to engine 0 and hangs there
     assert [index for index, _ in answers] in ([1, 1, 0], [1, 0, 1])
     wait_for(lambda: all(slot.serving for slot in fleet.slots), 30)
     assert [slot.restarts for slot in fleet.slots] == [1, 0]
+    assert fleet.slots[0].lost_reason == "no progress in engine.progress_timeout_s = 1"
+    assert fleet.metrics() == {"engine/serving": 2, "engine/restarts": 1, "engine/queued": 0}
+
+
+def test_one_long_call_disturbs_no_other(failing):
+    """engine.request_timeout_s"""
+    fleet = failing(request_timeout_s=2)
+    answers = ask(fleet, 2, *[0] * 200)
+    assert "no answer in engine.request_timeout_s = 2" in str(answers[0])
+    assert all(isinstance(answer, tuple) for answer in answers[1:])
+    assert [slot.restarts for slot in fleet.slots] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -399,6 +430,19 @@ def test_an_unhealthy_engine_is_restarted(failing, prompt, reason):
     assert [calls for _, calls in ask(fleet, 0)] == [1]  # of the new actor
 
 
+@pytest.mark.parametrize(
+    "prompt, reason",
+    [(6, "pause failed: an illegal memory access"), (7, "no answer to pause in 1 s")],
+)
+def test_an_engine_that_fails_to_pause_is_lost_and_the_run_continues(failing, prompt, reason):
+    fleet = failing(health_timeout_s=1, health_every_s=60)
+    ask(fleet, prompt, prompt)
+    fleet.pause()
+    assert fleet.slots[0].lost_reason == reason and fleet.slots[1].serving
+    wait_for(lambda: fleet.slots[0].serving, 30)
+    assert [slot.restarts for slot in fleet.slots] == [1, 0]
+
+
 def test_calls_raise_when_every_engine_is_gone(failing):
     fleet = failing(restarts=1)
     answers = ask(fleet, 3, 3, 3)
@@ -406,3 +450,42 @@ def test_calls_raise_when_every_engine_is_gone(failing):
         isinstance(a, EngineError) and "every engine is gone: 0: its process ended" in str(a)
         for a in answers
     )
+
+
+def test_restarts_are_counted_within_the_window(failing, monkeypatch):
+    """A long run has engine.restarts again and again; a crash loop ends."""
+    monkeypatch.setattr(fleet_module, "RESTART_WINDOW_S", 3.0)
+    fleet = failing(restarts=1)
+    slot = fleet.slots[0]
+    for restarts in (1, 2):
+        os.kill(slot.pid, signal.SIGKILL)
+        fleet.report(Lost(slot.id, "killed"))
+        wait_for(lambda: slot.serving and slot.restarts == restarts, 30)  # noqa: B023
+    assert slot.restarted_s[-1] - slot.restarted_s[0] >= 0 and not slot.gone
+
+
+def test_a_restarted_engine_waits_for_the_next_weight_sync(failing):
+    """Training does not stop for it, and it never serves without the policy's weights."""
+    refreshed = []
+    fleet = failing(refresh=lambda handle, serve: refreshed.append(handle) or serve())
+    slot, other = fleet.slots
+    fleet.report(Lost(slot.id, "killed"))
+    wait_for(lambda: slot.stale, 30)
+    assert fleet.serving() == [other.handle] and slot.handle in fleet.ready()
+    assert [index for index, _ in ask(fleet, 0, 0)] == [1, 1] and not refreshed
+    fleet.serve(fleet.ready())
+    assert slot.serving and not slot.stale
+    assert sorted(index for index, _ in ask(fleet, 0, 0)) == [0, 1]
+
+
+def test_a_restarted_engine_gets_its_own_weight_sync_if_no_other_serves(failing):
+    """The next weight sync may wait for the calls that wait for an engine."""
+    refreshed = []
+    fleet = failing(refresh=lambda handle, serve: refreshed.append(handle) or serve())
+    slot, other = fleet.slots
+    fleet.report(Lost(slot.id, "killed"))
+    wait_for(lambda: slot.stale, 30)
+    fleet.report(Lost(other.id, "killed"))
+    wait_for(lambda: slot.serving, 30)
+    assert refreshed == [slot.handle]
+    wait_for(lambda: other.stale, 30)

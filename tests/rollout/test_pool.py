@@ -10,7 +10,7 @@ from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env, Outcome
 from megastep.rollout.generation import Generation, Sampling
-from megastep.rollout.pool import Pool, check_not_all_failed
+from megastep.rollout.pool import LocalPool, check_not_all_failed
 from megastep.rollout.renderer import Renderer
 from megastep.samples.filters import failed
 from megastep.samples.metrics import rollout_metrics
@@ -73,9 +73,9 @@ class Engine:
         return Generation(ids, np.zeros(5, np.float32), np.array([[0, 5]], np.int32), "stop")
 
 
-def pool(engine, samples_per_prompt=3, concurrency=4, seed=0, **more) -> Pool:
+def pool(engine, samples_per_prompt=3, concurrency=4, seed=0, **more) -> LocalPool:
     agent = Agent(engine, RENDERER, LIMITS, Sampling(0), seed)
-    return Pool(agent, Count, samples_per_prompt, concurrency, **more)
+    return LocalPool(agent, Count, samples_per_prompt, concurrency, **more)
 
 
 def prompts(*rows):
@@ -144,7 +144,7 @@ def test_every_call_has_its_own_seed_and_every_trajectory_its_session():
     engine = Engine()
     asyncio.run(pool(engine, label="eval").run(prompts({"turns": 2}, {"turns": 2})))
     assert len(set(engine.seeds)) == 12
-    assert set(engine.sessions) == {f"eval/{g}/{i}" for g in (10, 11) for i in range(3)}
+    assert set(engine.sessions) == {(f"eval/{g}", i) for g in (10, 11) for i in range(3)}
 
 
 def test_options_reach_the_environment():

@@ -93,6 +93,29 @@ def test_the_example_of_the_docstring_writes_a_readable_file(tmp_path, monkeypat
         assert "prompt_ids" in file.keys()
 
 
+@settings(max_examples=20, deadline=None)
+@given(groups(noise=0.2))
+def test_a_file_of_version_2_with_whole_prompts_is_read(tmp_path_factory, batch):
+    def whole_prompts(trajectories):
+        prompts = [step.prompt_ids for t in trajectories for step in t.steps]
+        return [0] * len(prompts), prompts
+
+    path = tmp_path_factory.mktemp("store") / "old"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(store, "VERSION", 2)
+        monkeypatch.setattr(store, "_prompts", whole_prompts)
+        columns = store._columns
+        monkeypatch.setattr(store, "_columns", lambda groups: without_shared(columns(groups)))
+        write(path, batch)
+    with safe_open(path, framework="np") as file:
+        assert store.PROMPT_SHARED not in file.keys() and file.metadata()["version"] == "2"
+    assert_same(batch, read(path))
+
+
+def without_shared(columns: dict) -> dict:
+    return {name: column for name, column in columns.items() if name != store.PROMPT_SHARED}
+
+
 # ---------------------------------------------------------------- rejected files, one line each
 
 
@@ -130,10 +153,10 @@ def test_another_safetensors_file_is_rejected(tmp_path):
 
 
 def test_a_newer_version_is_rejected(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "VERSION", 3)
+    monkeypatch.setattr(store, "VERSION", 4)
     write(tmp_path / "f", small())
     monkeypatch.undo()
-    check_rejected(tmp_path / "f", "version 3 of the format, this megastep reads up to 2")
+    check_rejected(tmp_path / "f", "version 4 of the format, this megastep reads up to 3")
 
 
 def test_a_missing_file_and_a_folder_are_rejected(tmp_path):

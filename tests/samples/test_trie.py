@@ -411,3 +411,15 @@ def test_folding_without_trained_tokens_gives_no_tries():
     assert fold([])[0] == []
     assert step(0, [A], []).routing is None
     assert fold(samples_of(group_of(trajectory(([A], [])))))[0] == []
+
+
+def test_d2_the_type_of_routing_follows_from_the_gathered_layers():
+    turns = two_steps([10, 11], [12, 13, 14], start=2)
+    turns.steps[1].routing[0, 0] = 255  # reads as FREE in int8
+    (trie,), _ = fold(samples_of(group_of(turns)))
+    whole = trie.routing()
+    assert whole.dtype == np.int16 and whole[2, 0].tolist() == [255] * TOP_K
+    first = trie.routing(slice(0, 1))
+    assert first.dtype == np.int16 and first[:, 0].tolist() == whole[:, 0].tolist()
+    others = trie.routing(slice(1, None))
+    assert others.dtype == np.int8 and others.tolist() == whole[:, 1:].tolist()

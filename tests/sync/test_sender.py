@@ -6,7 +6,7 @@ import torch
 
 from megastep.sync.checksum import add, checksum
 from megastep.weights.mapping import hf_slices, param_mappings, to_megatron
-from tests.engines import corrupt_next_sync, export, shake
+from tests.engines import abandon_a_sync, corrupt_next_sync, export, shake
 from tests.models import some_tokens
 
 LAYOUTS = {
@@ -108,6 +108,20 @@ def test_no_stale_kv_cache_is_served(rollouts, models):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
+def test_after_an_abandoned_weight_update_the_next_is_complete(rollouts, models, tmp_path):
+    """Layers that received some of their weights start again; experts are packed in place."""
+    rollouts.lay(models("qwen3_moe")[0], dict(tensor=2))
+    rollouts.cluster.sync()
+    rollouts.on_ranks(shake, 8)
+    rollouts.fleet.pause()
+    rollouts.on_ranks(abandon_a_sync, rollouts.fleet.serving())
+    rollouts.cluster.sync()
+    rollouts.on_ranks(export, tmp_path / "hf")
+    prompts = some_tokens()
+    expected, _ = greedy_with_transformers(tmp_path / "hf", prompts)
+    assert [g.ids.tolist() for g in rollouts.ask(prompts)] == expected
+
+
 def test_verify_detects_a_wrong_value(rollouts, models):
     rollouts.lay(models("qwen3_moe")[0], dict(expert=2))
     rollouts.cluster.sync()
@@ -117,3 +131,18 @@ def test_verify_detects_a_wrong_value(rollouts, models):
     rollouts.on_ranks(lambda rank: rank.restore())
     rollouts.cluster.sync()
     assert len(rollouts.ask(some_tokens(2))) == 2
+
+
+def test_checks_of_a_gpu_node_on_these_engines(rollouts, models, tmp_path):
+    """tests/gpu compares engines with the policy in this way: within its limits, and beyond them
+    if an engine has other weights."""
+    from tests.gpu.checks import change_and_sync, engine_errors
+    from tests.gpu.expected import EXPECTED
+
+    rollouts.lay(models("qwen3_moe")[0], dict(tensor=2))
+    change_and_sync(rollouts, seed=11)
+    errors = engine_errors(rollouts, tmp_path / "synced")
+    assert all(error <= EXPECTED[f"sync/{name}"].limit for name, error in errors.items()), errors
+    rollouts.on_ranks(shake, 12)  # without a weight sync
+    errors = engine_errors(rollouts, tmp_path / "changed")
+    assert all(error > EXPECTED[f"sync/{name}"].limit for name, error in errors.items()), errors

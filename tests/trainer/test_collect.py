@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from megastep import signals
-from megastep.trainer.collect import _stoppable
+from megastep.trainer.collect import _run, _stoppable
 from tests.bad_input.harness import CONFIG, rejected
 
 
@@ -63,3 +63,19 @@ def test_invalid_input_leaves_no_log(tmp_path):
 @pytest.mark.parametrize("path", ["x" * 300, "a\0b"])
 def test_view_of_an_invalid_path(path):
     rejected("view", path)
+
+
+def test_the_result_of_a_command_is_not_formatted():
+    """It may be gigabytes."""
+    formatted = []
+
+    class Result:
+        def __repr__(self) -> str:
+            formatted.append(self)
+            return "result"
+
+    async def work() -> list[Result]:
+        return [Result()]
+
+    (result,) = _run(work())
+    assert isinstance(result, Result) and not formatted

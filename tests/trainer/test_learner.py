@@ -137,7 +137,7 @@ def packed(folder, parallel: dict | None = None, **settings) -> list[list]:
 
 
 def test_packing_settings_reach_the_micro_batches(models):
-    """train.pack_layout, train.micro_batch_tokens, policy.ranks, policy.parallel.
+    """train.pack_layout, train.micro_batch_tokens, policy.ranks, policy.parallel, policy.fp8.
 
     They change no update, so that the comparison with the plain loop does not cover them.
     """
@@ -156,6 +156,8 @@ def test_packing_settings_reach_the_micro_batches(models):
     assert len(lengths(dict(tensor=2), policy__ranks=2)) == 1
     aligned = lengths(dict(tensor=4), policy__ranks=4, train__micro_batch_tokens=64)
     assert all(length % 4 == 0 for length in aligned[0])
+    blocks = lengths(dict(tensor=2), policy__ranks=2, policy__fp8="mxfp8")
+    assert all(length % (2 * 32) == 0 for length in blocks[0])
     for pipeline in (2, 3):
         parallel = dict(pipeline=pipeline, virtual=2)
         (rounds,) = lengths(parallel, policy__ranks=pipeline, train__micro_batch_tokens=64)

@@ -72,6 +72,8 @@ def make_loop(tmp_path, episodes: Episodes, *given: str, state: LoopState | None
         policy=Policy(),
         sync=lambda: 7,
         to_policy=lambda: None,
+        pool=lambda local: local,
+        metrics=dict,
     )
     run = Run(tmp_path, None, state or LoopState(0))
     loop = Loop(load(LOCAL, [*GIVEN, *given]), task, cluster, run, log=None)

@@ -1,0 +1,322 @@
+"""CPU time of agents: model calls per CPU second, with an engine that answers at once.
+
+    engine       250 sampled tokens, with routing of 48 layers × top-8, a view of one array
+    environment  an observation of 250 tokens per turn; all texts are generated beforehand
+    tokenizer    byte-level BPE with a vocabulary of 32k, trained on synthetic text; ChatML
+    cases        first prompts of 1k, 8k and 32k tokens × 1, 8 and 50 turns × rollout.mode tokens
+                 and chat; 8 samples per prompt
+
+What is left is the cost of the project itself: rendering, tokenization, bookkeeping of routing and
+event loop. Seconds are CPU seconds of the process, all its threads, the best of `--rounds`.
+
+    driver       Pool and Agent in one process
+    forgetful    the same, with an encoder that keeps nothing; for chat_32k_50 only
+
+    python tools/bench_agents.py [--modes chat] [--prompts 8] [--turns 8 50] [--rounds 1]
+
+The last line is JSON: {SETUP: {CASE: {"calls_per_cpu_s", "cpu_ms_per_call"}},
+"speedup_chat_32k_50"}, with cases such as chat_32k_50; the speedup is driver over forgetful.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAYON_NUM_THREADS", "1")
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count, product, starmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megastep.rollout.agent import Agent, Limits
+from megastep.rollout.data import Prompt
+from megastep.rollout.encoding import Encoder
+from megastep.rollout.env import Env, Outcome
+from megastep.rollout.generation import Generation, Sampling
+from megastep.rollout.pool import Pool
+from megastep.rollout.renderer import Renderer
+from megastep.types import FinishReason, StopReason
+
+MODES = ("tokens", "chat")
+PROMPT_KTOKENS = (1, 8, 32)
+TURNS = (1, 8, 50)
+RESPONSE_TOKENS = 250
+OBSERVATION_TOKENS = 250
+LAYERS = 48
+TOP_K = 8
+EXPERTS = 128
+SAMPLES_PER_PROMPT = 8
+CONCURRENCY = 64
+MIN_CALLS = 400  # per round
+VOCAB = 32_768
+TRAINING_WORDS = 500_000
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    mode: str  # rollout.mode
+    prompt_ktokens: int
+    turns: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode}_{self.prompt_ktokens}k_{self.turns}"
+
+    @property
+    def prompts(self) -> int:
+        """As many as give MIN_CALLS."""
+        return -(-MIN_CALLS // (SAMPLES_PER_PROMPT * self.turns))
+
+    @property
+    def calls(self) -> int:
+        return self.prompts * SAMPLES_PER_PROMPT * self.turns
+
+
+@dataclass(frozen=True)
+class Measured:
+    calls: int
+    cpu_s: float
+
+    @property
+    def calls_per_cpu_s(self) -> float:
+        return self.calls / self.cpu_s
+
+    @property
+    def cpu_ms_per_call(self) -> float:
+        return 1000 * self.cpu_s / self.calls
+
+
+# ---------------------------------------------------------------- texts and tokenizer
+
+
+class Corpus:
+    """Random words, spelled from syllables, with frequencies as in natural text."""
+
+    def __init__(self, seed: int):
+        self.random = np.random.default_rng(seed)
+        syllables = np.array([c + v for c in "bcdfghjklmnprstvwz" for v in "aeiou"])
+        chosen = self.random.choice(syllables, (60_000, 4))
+        lengths = self.random.integers(1, 5, len(chosen))
+        self.words = ["".join(row[:length]) for row, length in zip(chosen, lengths)]
+        frequency = 1 / np.arange(10, len(self.words) + 10)
+        self.probability = frequency / frequency.sum()
+
+    def text(self, words: int) -> str:
+        drawn = self.random.choice(len(self.words), words, p=self.probability)
+        return " ".join(self.words[i] for i in drawn)
+
+
+def train_tokenizer(corpus: Corpus) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+        show_progress=False,
+    )
+    texts = (corpus.text(1000) for _ in range(TRAINING_WORDS // 1000))
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=CHATML
+    )
+
+
+@dataclass
+class Texts:
+    """What a case needs, made before the time is taken. Nothing but a prompt is repeated."""
+
+    prompts: list[str]
+    observations: list[str]
+    responses: list[np.ndarray]  # [RESPONSE_TOKENS] i32
+
+    @classmethod
+    def make(cls, case: Case, corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> "Texts":
+        def pieces(number: int, tokens: int) -> list[list[int]]:
+            ids: list[int] = []
+            while len(ids) < number * tokens:
+                ids += tokenizer.encode(corpus.text(20_000))
+            return [ids[i * tokens : (i + 1) * tokens] for i in range(number)]
+
+        ends = [tokenizer.eos_token_id]
+        responses = pieces(case.calls, RESPONSE_TOKENS - 1)
+        return cls(
+            prompts=tokenizer.batch_decode(pieces(case.prompts, case.prompt_ktokens * 1000)),
+            observations=tokenizer.batch_decode(pieces(case.calls, OBSERVATION_TOKENS)),
+            responses=[np.array(ids + ends, np.int32) for ids in responses],
+        )
+
+
+# ---------------------------------------------------------------- engine and environment
+
+
+class Engine:
+    """A `generate` that answers at once."""
+
+    def __init__(self, responses: list[np.ndarray], tokens: int):
+        """tokens: the most of a sequence."""
+        self.responses = responses
+        self.calls = count()
+        self.logprobs = np.full(RESPONSE_TOKENS, -1, np.float32)
+        self.versions = np.array([[0, RESPONSE_TOKENS]], np.int32)
+        experts = np.random.default_rng(0).permutation(EXPERTS)[: LAYERS * TOP_K]
+        rows = np.resize(experts.astype(np.uint8), (LAYERS, TOP_K))
+        self.routing = np.tile(rows, (tokens, 1, 1))  # [tokens, L, K]
+
+    async def __call__(
+        self, prompt_ids, sampling, *, session, routing_start=0, routing_version=None
+    ) -> Generation:
+        return Generation(
+            ids=self.responses[next(self.calls)],
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish=FinishReason.STOP,
+            routing=self.routing[routing_start : len(prompt_ids) + RESPONSE_TOKENS - 1],
+            routing_start=routing_start,
+        )
+
+
+class Talk(Env):
+    """Returns the next observation and never ends."""
+
+    def __init__(self, row: dict, *, texts: Texts, turns: count):
+        self.prompt = texts.prompts[row["prompt"]]
+        self.observations = texts.observations
+        self.turns = turns
+
+    async def start(self):
+        return [{"role": "user", "content": self.prompt}]
+
+    async def step(self, text, ids):
+        return Outcome([{"role": "user", "content": self.observations[next(self.turns)]}])
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def driver(case: Case, texts: Texts, renderer: Renderer) -> Measured:
+    """All episodes of a case in this process."""
+    # Tokens of the template and of words that are cut are some more.
+    most_tokens = 1200 * case.prompt_ktokens + 700 * case.turns
+    engine = Engine(texts.responses, most_tokens)
+    limits = Limits(case.turns, most_tokens, RESPONSE_TOKENS + 1, env_timeout_s=600.0)
+    agent = Agent(engine, renderer, limits, Sampling(RESPONSE_TOKENS))
+    options = {"texts": texts, "turns": count()}
+    pool = Pool(agent, Talk, SAMPLES_PER_PROMPT, CONCURRENCY, options)
+    prompts = [Prompt(i, {"prompt": i}) for i in range(case.prompts)]
+    trajectories = []
+
+    async def run() -> None:
+        await pool.run(prompts, trajectories.append)
+
+    begin_s = time.process_time()
+    asyncio.run(run())
+    cpu_s = time.process_time() - begin_s
+    for trajectory in trajectories:
+        assert trajectory.stop_reason == StopReason.MAX_TURNS, trajectory.env_metrics
+    calls = sum(len(trajectory.steps) for trajectory in trajectories)
+    assert calls == case.calls
+    return Measured(calls, cpu_s)
+
+
+def forgetful(case: Case, texts: Texts, renderer: Renderer) -> Measured:
+    renderer.encoder = Encoder(renderer.tokenizer, cache_bytes=0)
+    return driver(case, texts, renderer)
+
+
+SETUPS: dict[str, Callable[[Case, Texts, Renderer], Measured]] = {
+    "driver": driver,
+    "forgetful": forgetful,
+}
+COMPARED = Case("chat", 32, 50)
+
+
+def best(setup: str, case: Case, rounds: int, corpus: Corpus, tokenizer) -> Measured:
+    found = []
+    for _ in range(rounds):
+        renderer = Renderer(tokenizer, case.mode)  # a new one: it has encoded nothing
+        texts = Texts.make(case, corpus, tokenizer)
+        found.append(SETUPS[setup](case, texts, renderer))
+    return min(found, key=lambda measured: measured.cpu_s)
+
+
+Results = dict[str, dict[str, Measured]]  # by setup and case
+
+
+def measure(cases: list[Case], rounds: int, corpus: Corpus, tokenizer) -> Results:
+    print(f"\n{'case':16}{'setup':12}{'calls':>8}{'calls / CPU s':>16}{'CPU ms / call':>16}")
+    results: Results = {setup: {} for setup in SETUPS}
+    for case, setup in product(cases, SETUPS):
+        if setup == "forgetful" and case != COMPARED:
+            continue
+        measured = best(setup, case, rounds, corpus, tokenizer)
+        results[setup][case.name] = measured
+        print(
+            f"{case.name:16}{setup:12}{measured.calls:8}{measured.calls_per_cpu_s:16.1f}"
+            f"{measured.cpu_ms_per_call:16.3f}",
+            flush=True,
+        )
+    return results
+
+
+def summary(results: Results) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for setup, cases in results.items():
+        found[setup] = {
+            name: {
+                "calls_per_cpu_s": round(measured.calls_per_cpu_s, 1),
+                "cpu_ms_per_call": round(measured.cpu_ms_per_call, 3),
+            }
+            for name, measured in cases.items()
+        }
+    name = COMPARED.name
+    if name in results["forgetful"]:
+        before = results["forgetful"][name].cpu_ms_per_call
+        speedup = before / results["driver"][name].cpu_ms_per_call
+        found[f"speedup_{name}"] = round(speedup, 1)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--prompts", nargs="+", type=int, default=PROMPT_KTOKENS, metavar="KTOKENS")
+    parser.add_argument("--turns", nargs="+", type=int, default=TURNS)
+    parser.add_argument("--rounds", type=int, default=1)
+    arguments = parser.parse_args()
+    corpus = Corpus(seed=0)
+    begin_s = time.perf_counter()
+    tokenizer = train_tokenizer(corpus)
+    seconds = time.perf_counter() - begin_s
+    print(f"tokenizer: {len(tokenizer)} tokens, trained in {seconds:.1f} s", flush=True)
+    cases = list(starmap(Case, product(arguments.modes, arguments.prompts, arguments.turns)))
+    results = measure(cases, arguments.rounds, corpus, tokenizer)
+    print(json.dumps(summary(results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
