@@ -9,7 +9,7 @@
 What is left is the cost of the project itself: rendering, tokenization, bookkeeping of routing and
 event loop. Seconds are CPU seconds of the process, all its threads, the best of `--rounds`.
 
-    driver       Pool and Agent in one process
+    driver       LocalPool and Agent in one process
     forgetful    the same, with an encoder that keeps nothing; for chat_32k_50 only
 
     python tools/bench_agents.py [--modes chat] [--prompts 8] [--turns 8 50] [--rounds 1]
@@ -46,7 +46,7 @@ from megastep.rollout.data import Prompt
 from megastep.rollout.encoding import Encoder
 from megastep.rollout.env import Env, Outcome
 from megastep.rollout.generation import Generation, Sampling
-from megastep.rollout.pool import Pool
+from megastep.rollout.pool import LocalPool
 from megastep.rollout.renderer import Renderer
 from megastep.types import FinishReason, StopReason
 
@@ -223,7 +223,7 @@ def driver(case: Case, texts: Texts, renderer: Renderer) -> Measured:
     limits = Limits(case.turns, most_tokens, RESPONSE_TOKENS + 1, env_timeout_s=600.0)
     agent = Agent(engine, renderer, limits, Sampling(RESPONSE_TOKENS))
     options = {"texts": texts, "turns": count()}
-    pool = Pool(agent, Talk, SAMPLES_PER_PROMPT, CONCURRENCY, options)
+    pool = LocalPool(agent, Talk, SAMPLES_PER_PROMPT, CONCURRENCY, options)
     prompts = [Prompt(i, {"prompt": i}) for i in range(case.prompts)]
     trajectories = []
 

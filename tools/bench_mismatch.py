@@ -56,7 +56,7 @@ from megastep.distributed.ports import free_port
 from megastep.errors import ArchitectureError
 from megastep.models.architecture import read_architecture
 from megastep.report.metrics_log import read_metrics
-from megastep.rollout.generation import Sampling
+from megastep.rollout.generation import Sampling, Session
 from megastep.rollout.task import Task
 from megastep.samples import lay_out
 from megastep.samples.validation import recorded_tokens, validate
@@ -170,7 +170,7 @@ async def _trajectory(
         answer = await generate(
             prompt,
             Sampling(TOKENS // turns, seed=seed),
-            session=f"{group}/{index}",
+            session=Session(str(group), index),
             routing_start=known,
         )
         steps.append(

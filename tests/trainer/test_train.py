@@ -163,12 +163,12 @@ SMALL = (
 
 
 def numbers(folder) -> list[dict]:
-    """All metrics but times and rates."""
+    """All metrics but times, rates and those of agent workers."""
     return [
         {
             name: value
             for name, value in row.items()
-            if not name.startswith("time/") and "per_s" not in name
+            if not name.startswith(("time/", "worker/")) and "per_s" not in name
         }
         for row in read_metrics(folder)
     ]
@@ -176,11 +176,13 @@ def numbers(folder) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def killed(quick, tmp_path_factory):
-    """A run of six training steps, and one that was killed during a checkpoint and resumed."""
+    """A run of six training steps, and one that was killed during a checkpoint and resumed. The
+    driver runs the episodes of the first, agent workers those of the other."""
     folder = tmp_path_factory.mktemp("killed")
     start = f"run.resume={quick[0]}/start/step_0"
     whole = begin(megastep("train", folder, "whole", *SMALL, start))
-    victim = begin(megastep("train", folder, "killed", *SMALL, start))
+    workers = "rollout.workers=2"
+    victim = begin(megastep("train", folder, "killed", *SMALL, workers, start))
     try:
         checkpoints = folder / "killed" / "checkpoints"
         wait_for(lambda: (checkpoints / "step_3").exists() or victim.poll() is not None, 300)
@@ -189,7 +191,7 @@ def killed(quick, tmp_path_factory):
         is_partial = (checkpoints / f"step_{step}.partial").exists()
         after_kill = latest(checkpoints).name, is_partial, step
         wait_for(lambda: not left(family), 60)
-        resumed = run(megastep("train", folder, "killed", *SMALL))
+        resumed = run(megastep("train", folder, "killed", *SMALL, workers))
         assert resumed.returncode == 0, resumed.stderr[-3000:]
         assert f"continues after step {step - 1}" in resumed.stdout
         assert whole.wait(300) == 0, whole.stderr.read()[-3000:]
@@ -221,10 +223,12 @@ def test_x6_a_kill_during_a_save_leaves_the_previous_checkpoint(killed):
     assert not list((folder / "killed" / "checkpoints").glob("*.partial"))
 
 
-def test_x6_killed_and_resumed_is_the_same_run_bit_for_bit(killed, tmp_path):
+def test_x6_x11_killed_and_resumed_is_the_same_run_bit_for_bit(killed, tmp_path):
+    """Also with agent workers: trajectories do not depend on their number."""
     import torch
 
     folder, _ = killed
+    assert "worker/restarts" in read_metrics(folder / "killed")[-1]
     whole, resumed = numbers(folder / "whole"), numbers(folder / "killed")
     assert [row["step"] for row in whole] == list(range(7)) and resumed == whole
     assert any(row["train/grad_norm"] > 0 for row in whole[4:])
