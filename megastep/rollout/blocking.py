@@ -85,26 +85,36 @@ class BlockingCalls:
         warn(f"{name}: still runs after its time limit; another thread replaces its own")
 
     def _work(self) -> None:
+        with self._changed:
+            self._idle += 1
         while True:
-            with self._changed:
-                self._idle += 1
-                while not self._waiting:
-                    self._changed.wait()
-                self._idle -= 1
-                call = self._waiting.popleft()
-                call.is_running = True
-            try:
-                value = call.function(*call.arguments)
-            except StopIteration as error:  # a future cannot hold it
-                call.notify(call.future.set_exception, RuntimeError(repr(error)))
-            except BaseException as error:  # SystemExit too: the thread must live on
-                call.notify(call.future.set_exception, error)
-            else:
-                call.notify(call.future.set_result, value)
+            call = self._next_call()
+            setter, value = _outcome(call)
             with self._changed:
                 call.is_running = False
                 if call.is_abandoned:
                     return  # its replacement works
+                self._idle += 1  # before the answer: the caller's next call finds this thread
+            call.notify(setter, value)
+
+    def _next_call(self) -> _Call:
+        with self._changed:
+            while not self._waiting:
+                self._changed.wait()
+            self._idle -= 1
+            call = self._waiting.popleft()
+            call.is_running = True
+        return call
+
+
+def _outcome(call: _Call) -> tuple[Callable, Any]:
+    """The method of the future to call, and its argument."""
+    try:
+        return call.future.set_result, call.function(*call.arguments)
+    except StopIteration as error:  # a future cannot hold it
+        return call.future.set_exception, RuntimeError(repr(error))
+    except BaseException as error:  # SystemExit too: the thread must live on
+        return call.future.set_exception, error
 
 
 calls = BlockingCalls()  # of this process

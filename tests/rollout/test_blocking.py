@@ -38,7 +38,7 @@ def test_threads_are_reused():
     async def run():
         return {await calls.run(threading.get_ident) for _ in range(20)}
 
-    assert len(asyncio.run(run())) <= 3  # a thread that has just answered may not wait yet
+    assert len(asyncio.run(run())) == 1
 
 
 def test_4096_calls_at_once_do_not_stall_the_event_loop():
