@@ -123,7 +123,7 @@ class Cluster:
         with self._syncing:
             self._offload_policy()
             self.engines.pause(self.config.asynchronous.finish_calls)
-            self.engines.sleep()  # restarted engines, which have their KV cache; the others do
+            self.engines.sleep()  # for engines that restarted since `to_policy`
             self.engines.wake("weights")
             engines = self.engines.ready()
             version = self.policy.sync_weights(engines)

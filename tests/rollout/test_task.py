@@ -8,6 +8,7 @@ import pytest
 
 from megastep.config import load
 from megastep.envs.chase import Chase
+from megastep.rollout import blocking
 from megastep.rollout.agent import Limits
 from megastep.rollout.data import Prompt
 from megastep.rollout.task import Task
@@ -89,6 +90,12 @@ def test_limits_are_those_of_rollout(task):
     assert task.pool(None).samples_per_prompt == 3
     assert task.eval_pool(None).samples_per_prompt == 2
     assert len(task.eval_prompts()) == 6
+
+
+def test_env_threads_bound_the_blocking_calls(monkeypatch):
+    monkeypatch.setattr(blocking.calls, "limit", 1)
+    Task.load(load(CHASE, ["rollout.env_threads=7"])).pool(None)
+    assert blocking.calls.limit == 7
 
 
 def test_default_max_prompt_tokens_is_the_context_without_the_response():
