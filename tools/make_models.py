@@ -1,15 +1,13 @@
 """Write the model folders of configs/models with their own tokenizers: shape, tokenizer, template.
 
-    .venv/bin/python tools/make_models.py [FOLDER]      default: configs/models
-
     chase    64 words, for `chase` and `guess`; the template drops the scratchpad from history
     bytes    every byte a token, for text environments; the template is ChatML without past thinking
 
 No weights are written: use `model.init: random`.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -122,7 +120,12 @@ def write(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else "configs/models")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = Path("configs/models")
+    parser.add_argument("folder", nargs="?", type=Path, default=default, help=f"default: {default}")
+    root = parser.parse_args().folder
     for name in MODELS:
         write(name, root / name)
         print(f"{root / name}: written")
