@@ -179,6 +179,21 @@ def save_then_continue(
     return metrics
 
 
+def helper_forks_before_the_model(folder) -> bool:
+    """Whether the saver's helper process runs when the model is built."""
+    running = []
+
+    def build(*arguments):
+        running.append(saver.filesystem_async._results_queue is not None)
+        return build_model(*arguments)
+
+    build_model = policy_worker.build_model
+    saver.filesystem_async._results_queue = None  # as in a new process
+    with mock.patch.object(policy_worker, "build_model", build):
+        make_worker(folder, {})
+    return running == [True]
+
+
 def saves(folder, root, settings: dict, count: int) -> None:
     worker = make_worker(folder, {}, settings)
     for _ in range(count):

@@ -71,7 +71,8 @@ def _start_results_helper() -> None:
     """filesystem_async.py:51 keeps a helper process for the results of a save.
 
     Ours exits with its rank if that is killed. It is forked, as Megatron's writers are: spawned, it
-    would import torch once more.
+    would import torch once more. A fork keeps the pages that its parent later overwrites: it must
+    precede the model, or weights and optimizer state stay in memory twice.
     """
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))
@@ -81,9 +82,10 @@ def _start_results_helper() -> None:
 
 
 class Saver:
-    """Writes checkpoints, at most one in the background."""
+    """Writes checkpoints, at most one in the background. Construct it before the model."""
 
     def __init__(self):
+        _start_results_helper()
         self._queue: AsyncCallsQueue | None = None
 
     def save(
@@ -93,7 +95,6 @@ class Saver:
         final = Path(root) / f"step_{loop.step}"
         partial = final.with_suffix(".partial")
         _on_rank_0(lambda: _begin(partial, worker.config.model.path, loop))
-        _start_results_helper()
         manifest = describe(worker.arch, loop.step, _parallel_layout(worker), with_optimizer=True)
         manifest["optimizer_steps"] = worker.step
         request = save_checkpoint(_state(worker, loading=False), partial, in_background)

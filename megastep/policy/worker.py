@@ -60,6 +60,7 @@ class PolicyWorker:
         self.step = 0
         policy = config.policy
         parallel.seed_everything(config.train.seed)
+        self._saver = saver.Saver()
         chunks = build_model(self.arch, policy)
         weights: HFReader | RandomWeights
         if config.model.init == "hf":
@@ -70,7 +71,6 @@ class PolicyWorker:
         self.layer_replays = [routing_replay.attach(chunk) for chunk in chunks]
         self.chunks = wrap_for_training(chunks, policy)
         self.teacher = Teacher(config) if config.loss.type == "distill" else None
-        self._saver = saver.Saver()
         self._megatron = chunks[0].config
         self._megatron.finalize_model_grads_func = _finalize_sums
         self.begin(config.optimizer, config.policy_loss, config.optimizer_steps)

@@ -114,6 +114,12 @@ def test_a_write_error_of_rank_0_is_raised_on_all(ranks, models, tmp_path):
     assert one == two and f"Not a directory: '{tmp_path / 'file' / 'step_1.partial'}'" in one
 
 
+def test_no_second_copy_of_the_policy_stays_in_memory(ranks, models):
+    """A process forked after the model was built keeps its pages as they were."""
+    folder, _ = models("qwen3_moe")
+    assert ranks(1).run(cases.helper_forks_before_the_model, folder=folder) == [True]
+
+
 @pytest.mark.parametrize("keep, left", [(1, ["step_3"]), (2, ["step_2", "step_3"])])
 def test_older_checkpoints_are_removed(keep, left, ranks, models, tmp_path):
     """checkpoint.keep"""
