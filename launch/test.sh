@@ -17,6 +17,10 @@ USAGE
 esac
 
 launch/setup.sh
+if ! .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-deps \
+    --require-hashes -r launch/requirements-adapters.txt; then
+    echo "test.sh: launch/requirements-adapters.txt was not installed; its tests are skipped" >&2
+fi
 # One thread per process: ranks and engines share the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 

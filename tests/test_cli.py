@@ -5,7 +5,7 @@ import pytest
 from megastep.errors import ConfigError, RolloutFailed, RunFailed, UserError
 from tests.bad_input.harness import CONFIG, run
 
-BUILT_IN = ["arithmetic", "chase", "guess", "search", "skyrl", "sql"]
+BUILT_IN = ["arithmetic", "chase", "guess", "reasoning_gym", "search", "skyrl", "sql", "textarena"]
 
 
 def test_envs_lists_the_built_in_environments_with_a_description():

@@ -1,4 +1,4 @@
-"""Write the hashes of launch/requirements-cpu.txt anew: `python tools/hash_pins.py`.
+"""Write the hashes of the files of pins in launch/ anew: `python tools/hash_pins.py`.
 
 For each pin, the SHA-256 of every file of the package index that pip may choose: the wheels for
 Linux x86-64 and any of the supported Pythons, and the source. The comment above a pin has the kind
@@ -23,7 +23,8 @@ from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel
 from packaging.version import Version
 from pip._internal.models.index import PyPI  # pip's default, by its own name
 
-PINS = Path(__file__).parent.parent / "launch" / "requirements-cpu.txt"
+LAUNCH = Path(__file__).parent.parent / "launch"
+PINS = (LAUNCH / "requirements-cpu.txt", LAUNCH / "requirements-adapters.txt")
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 INDEX = os.environ.get("PIP_INDEX_URL", PyPI.simple_url)
 # Of Debian 12's and Ubuntu 22.04's C library and older ones.
@@ -113,10 +114,11 @@ def entry(pin: Pin) -> str:
 
 
 def main() -> None:
-    header, pins = read_pins(PINS.read_text())
-    with ThreadPoolExecutor(4) as pool:
-        entries = list(pool.map(entry, pins))
-    PINS.write_text(header + "".join(entries))
+    for path in PINS:
+        header, pins = read_pins(path.read_text())
+        with ThreadPoolExecutor(4) as pool:
+            entries = list(pool.map(entry, pins))
+        path.write_text(header + "".join(entries))
 
 
 if __name__ == "__main__":

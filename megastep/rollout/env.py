@@ -55,6 +55,8 @@ BUILT_IN = {
     "sql": "megastep.envs.sql:SQL",
     "search": "megastep.envs.search:Search",
     "skyrl": "megastep.envs.skyrl:SkyRL",
+    "reasoning_gym": "megastep.envs.reasoning_gym:ReasoningGym",
+    "textarena": "megastep.envs.textarena:TextArena",
 }
 
 # The methods of an environment, all async.

@@ -216,7 +216,7 @@ def test_env_name_is_required(command, tmp_path, capsys):
         f"run: {{dir: {tmp_path}}}\nengine: {{max_model_len: 512}}\n"
     )
     assert cli.main([command[0], str(path), *command[1:]]) == 2
-    names = "arithmetic, chase, guess, search, skyrl, sql"
+    names = "arithmetic, chase, guess, reasoning_gym, search, skyrl, sql, textarena"
     line = f"error: env.name: must be given; one of {names}, or module:Class\n"
     assert capsys.readouterr().err == line
 

@@ -61,7 +61,8 @@ def test_by_entry_point(monkeypatch):
     [
         (
             "chess",
-            "env.name = chess: unknown; one of arithmetic, chase, guess, search, skyrl, sql, or "
+            "env.name = chess: unknown; one of arithmetic, chase, guess, reasoning_gym, search, "
+            "skyrl, sql, textarena, or "
             "module:Class",
         ),
         ("no.such:Thing", "cannot be imported"),
