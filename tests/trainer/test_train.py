@@ -177,9 +177,9 @@ def numbers(folder) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def killed(quick, tmp_path_factory):
-    """A run of six training steps, and one that lost a rank in an update and its successor in the
-    restart, was killed during a checkpoint, resumed, and lost a rank in a rollout. The driver runs
-    the episodes of the first, agent workers those of the other."""
+    """A run of six training steps, and one that lost a rank in an update and another during the
+    restart, was killed during a checkpoint, resumed, and lost ranks in a rollout and a weight sync.
+    The driver runs the episodes of the first, agent workers those of the other."""
     folder = tmp_path_factory.mktemp("killed")
     start = f"run.resume={quick[0]}/start/step_0"
     whole = begin(megastep("train", folder, "whole", *SMALL, start))
@@ -189,8 +189,8 @@ def killed(quick, tmp_path_factory):
     try:
         checkpoints = folder / "killed" / "checkpoints"
         wait_for(lambda: (checkpoints / "step_1").exists() or victim.poll() is not None, 300)
-        kill_rank(victim, in_update_of=folder / "killed")
-        kill_rank(victim)
+        kill_rank(victim, ".call", after_rollout_of=folder / "killed")
+        kill_rank(victim, "")
         wait_for(lambda: (checkpoints / "step_3").exists() or victim.poll() is not None, 300)
         family = descendants(victim.pid)
         step = kill_in_mid_save(victim, pids(family, "ray::PolicyRank"), checkpoints)
@@ -200,7 +200,8 @@ def killed(quick, tmp_path_factory):
         resumed = begin(command)
         is_saved = (checkpoints / f"step_{step}").exists
         wait_for(lambda: is_saved() or resumed.poll() is not None, 300)
-        kill_rank(resumed)
+        kill_rank(resumed, "")
+        kill_rank(resumed, ".sync_weights")
         output, errors = resumed.communicate(timeout=300)
         assert resumed.returncode == 0, errors[-3000:]
         assert f"continues after step {step - 1}\n" in output
@@ -212,22 +213,22 @@ def killed(quick, tmp_path_factory):
     return folder, after_kill, victim.stdout.read(), output
 
 
-def kill_rank(process, in_update_of=None) -> None:
-    """kill -9 of one of two ranks, in the next update of a run, or as soon as no call is in
-    progress."""
+def kill_rank(process, call: str, after_rollout_of=None) -> None:
+    """kill -9 of one of two ranks when both are in this call, or in none; the call after a rollout
+    is an update."""
 
-    def ranks() -> list[str]:
-        """Ray names processes after the call in progress. Ranks fork others, of higher pids."""
-        lines = [line for line in alive(descendants(process.pid)) if "ray::PolicyRank" in line]
-        return sorted(lines, key=lambda line: int(line.split()[0]))[:2]
+    def ranks() -> list[list[str]]:
+        """[pid, name]; Ray names processes after their calls. Ranks fork others, of higher pids."""
+        lines = [line.split() for line in alive(descendants(process.pid))]
+        found = [line for line in lines if line[1].startswith("ray::PolicyRank")]
+        return sorted(found, key=lambda line: int(line[0]))[:2]
 
-    if in_update_of is not None:
-        rollouts = in_update_of / "rollouts" / "latest.safetensors"
+    if after_rollout_of is not None:
+        rollouts = after_rollout_of / "rollouts" / "latest.safetensors"
         before = rollouts.stat().st_mtime_ns
         wait_for(lambda: rollouts.stat().st_mtime_ns != before, 100)
-    busy = in_update_of is not None
-    wait_for(lambda: [".call" in line for line in ranks()] == [busy] * 2, 100)
-    os.kill(int(ranks()[1].split()[0]), signal.SIGKILL)
+    wait_for(lambda: [name for _, name in ranks()] == [f"ray::PolicyRank{call}"] * 2, 100, 0.01)
+    os.kill(int(ranks()[1][0]), signal.SIGKILL)
 
 
 def kill_in_mid_save(process, ranks: list[int], checkpoints) -> int:
@@ -268,13 +269,13 @@ def test_x6_x11_killed_and_resumed_is_the_same_run_bit_for_bit(killed, tmp_path)
 
 
 def test_x18_lost_ranks_are_replaced(killed):
-    """So the test above covers that too: in an update, in a restart and in a rollout."""
+    """So the test above covers that too: in an update, a restart, a rollout and a weight sync."""
     folder, _, first, second = killed
     lines = [line for line in (first + second).splitlines() if "new ranks continue" in line]
-    assert len(lines) == 3 and all(re.match(r"policy rank [01] died; new ranks", x) for x in lines)
+    assert len(lines) == 4 and all(re.match(r"policy rank [01] died; new ranks", x) for x in lines)
     used = [re.search(r"after step (\d) \((\d) of train.restarts = 2", x).groups() for x in lines]
-    assert [count for _, count in used] == ["1", "2", "1"] and used[0][0] == used[1][0]
-    assert read_metrics(folder / "killed")[-1]["policy/restarts"] == 1  # of the second process
+    assert [count for _, count in used[:3]] == ["1", "2", "1"] and used[0][0] == used[1][0]
+    assert read_metrics(folder / "killed")[-1]["policy/restarts"] == 2  # of the second process
     assert read_metrics(folder / "whole")[-1]["policy/restarts"] == 0
 
 
