@@ -238,13 +238,14 @@ def test_d5_x18_a_run_outlives_the_node_of_a_rank_and_its_engine(survived):
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert sorted(trained_ids(folder, 4)) == list(range(4 * 16))
     last = rows[-1]
-    assert (last["policy/restarts"], last["engine/restarts"], last["filter/dropped"]) == (1, 1, 0)
+    assert last["policy/restarts"] == 1 and last["engine/restarts"] >= 1
+    assert sum(row["filter/dropped"] for row in rows[1:]) == 0
     assert all(row["mismatch/max_abs"] < 1e-3 for row in rows[1:])
 
 
 def test_d5_lost_node_ends_the_run_with_one_line(cluster, survived, tmp_path):
     """The last test of this cluster: no other node has room for the new ranks."""
-    process = begin(cluster, tmp_path, "lost", "train.steps=1000", "cluster.timeout_s=3", *LARGE)
+    process = begin(cluster, tmp_path, "lost", "train.steps=1000", "cluster.timeout_s=8", *LARGE)
     checkpoints = tmp_path / "lost" / "checkpoints"
     try:
         wait_for(lambda: (checkpoints / "step_1").exists() or process.poll() is not None, 200)
@@ -257,7 +258,7 @@ def test_d5_lost_node_ends_the_run_with_one_line(cluster, survived, tmp_path):
     saved = latest(checkpoints)
     assert process.returncode == 75, errors[-3000:]
     assert line == (
-        "error: there is no room for 2 new policy rank(s) after cluster.timeout_s = 3; 2 of "
+        "error: there is no room for 2 new policy rank(s) after cluster.timeout_s = 8; 2 of "
         "train.restarts = 2 since the newest checkpoint; to resume from "
         f"{saved}: the same command with run.name=lost"
     )

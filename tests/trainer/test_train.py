@@ -18,7 +18,7 @@ from megastep.report.metrics_log import read_metrics
 from megastep.samples import store
 from megastep.types import Group
 from tests.policy.updates import steps_of
-from tests.processes import alive, descendants, wait_for
+from tests.processes import alive, descendants, started, wait_for
 from tests.runs import LOCAL, begin, exported, left, megastep, run, trained_ids
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs, on a machine that may be busy
@@ -190,7 +190,7 @@ def killed(quick, tmp_path_factory):
         checkpoints = folder / "killed" / "checkpoints"
         wait_for(lambda: (checkpoints / "step_1").exists() or victim.poll() is not None, 300)
         kill_rank(victim, ".call", after_rollout_of=folder / "killed")
-        kill_rank(victim, "")
+        kill_rank(victim, ".start")
         wait_for(lambda: (checkpoints / "step_3").exists() or victim.poll() is not None, 300)
         family = descendants(victim.pid)
         step = kill_in_mid_save(victim, pids(family, "ray::PolicyRank"), checkpoints)
@@ -217,18 +217,22 @@ def kill_rank(process, call: str, after_rollout_of=None) -> None:
     """kill -9 of one of two ranks when both are in this call, or in none; the call after a rollout
     is an update."""
 
-    def ranks() -> list[list[str]]:
-        """[pid, name]; Ray names processes after their calls. Ranks fork others, of higher pids."""
+    def ranks() -> list[int]:
+        """Pids, if both are in the call: Ray names processes after their calls."""
         lines = [line.split() for line in alive(descendants(process.pid))]
-        found = [line for line in lines if line[1].startswith("ray::PolicyRank")]
-        return sorted(found, key=lambda line: int(line[0]))[:2]
+        found = {int(line[0]): line[1] for line in lines if "ray::PolicyRank" in line[-1]}
+        first = sorted(found)[:2]  # they fork others, of higher pids
+        is_time = [found[pid] for pid in first] == [f"ray::PolicyRank{call}"] * 2
+        return first if is_time else []
 
     if after_rollout_of is not None:
         rollouts = after_rollout_of / "rollouts" / "latest.safetensors"
         before = rollouts.stat().st_mtime_ns
         wait_for(lambda: rollouts.stat().st_mtime_ns != before, 100)
-    wait_for(lambda: [name for _, name in ranks()] == [f"ray::PolicyRank{call}"] * 2, 100, 0.01)
-    os.kill(int(ranks()[1][0]), signal.SIGKILL)
+    _, victim = wait_for(ranks, 100, every_s=0.01)
+    start = started(victim)
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: not alive({(victim, start)}), 20)
 
 
 def kill_in_mid_save(process, ranks: list[int], checkpoints) -> int:
