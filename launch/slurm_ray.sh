@@ -41,13 +41,29 @@ else
     while [[ -z "$asked" ]] && ! (: <"/dev/tcp/$head/$port") 2>/dev/null; do sleep 1; done
 fi
 
+# Ray that ends at once would do so again; the others cannot continue without the head.
+may_join_again() { ((SLURM_NODEID > 0 && SECONDS - begun >= 10)) && (: <"/dev/tcp/$head/$port") 2>/dev/null; }
+
 code=0
-if [[ -z "$asked" ]]; then
+while [[ -z "$asked" ]]; do
+    begun=$SECONDS
     ray start "${options[@]}" 9<&- &
     ray=$!
     while [[ -z "$asked" ]] && kill -0 "$ray" 2>/dev/null; do wait "$ray"; done # a signal interrupts `wait`
-fi
-if [[ -n "$asked" ]]; then
+    [[ -z "$asked$terminated" ]] || break
+    wait "$ray" || code=$?
+    echo "Ray ended by itself, with exit code $code; its last output:"
+    tail -n 20 "$folder"/session_latest/logs/{gcs_server,raylet}.{out,err} 2>/dev/null
+    if ! may_join_again; then
+        echo "$SLURMD_NODENAME" >>"$MEGASTEP_LOGS/lost"
+        ((code)) || code=1
+        break
+    fi
+    echo "Ray starts again"
+    code=0
+    rm -rf "${folder:?}"/*
+done
+if [[ -n "$asked" && -n "$ray" ]]; then
     # Slurm may have sent SIGTERM to Ray too. During Ray's start that makes it wait for long for processes that have
     # ended.
     for _ in {1..10}; do
@@ -55,12 +71,6 @@ if [[ -n "$asked" ]]; then
         sleep 1
     done
     kill -KILL "$ray" 2>/dev/null
-elif [[ -z "$terminated" ]]; then
-    wait "$ray" || code=$?
-    echo "$SLURMD_NODENAME" >>"$MEGASTEP_LOGS/lost"
-    echo "Ray ended by itself, with exit code $code; its last output:"
-    tail -n 20 "$folder"/session_latest/logs/{gcs_server,raylet}.{out,err} 2>/dev/null
-    ((code)) || code=1
 fi
 rm -rf "$folder"
 exit "$code"

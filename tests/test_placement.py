@@ -143,6 +143,57 @@ def test_a_new_engine_has_no_kv_cache_during_its_weight_sync(monkeypatch):
         made.engines.close()
 
 
+@pytest.mark.parametrize("moved", [None, "2"])
+def test_x18_new_ranks_replace_those_of_a_lost_policy(moved, monkeypatch):
+    """Engines stay, but for a colocated one whose GPU is another rank's now."""
+    happened = []
+
+    class Ranks:
+        """Of a policy on two GPUs of a node; after the restart the second may be another one."""
+
+        def __init__(self, actors, timeout_s=None):
+            happened.append(f"new ranks {actors} in {timeout_s}")
+            self.gpus = ["0", moved or "1" if timeout_s else "1"]
+
+        def engine_place(self, engine, tensor_parallel):
+            return engine, (self.gpus[engine],)
+
+        def __getattr__(self, method):
+            return lambda *_: happened.append(method)
+
+    one = make(
+        monkeypatch,
+        "cluster.colocate=true",
+        "cluster.timeout_s=7",
+        "policy.ranks=2",
+        "engine.num_engines=2",
+        gpus=8,
+    )
+    one._engines = SimpleNamespace(
+        abandon_sync=lambda: happened.append("abandon"),
+        sleep=lambda: happened.append("sleep"),
+        metrics=dict,
+        slots=[SimpleNamespace(handle=f"engine {index}") for index in range(2)],
+    )
+    monkeypatch.setattr(cluster, "Policy", Ranks)
+    monkeypatch.setattr(one, "_actor", lambda kind, bundle, *_: f"rank {bundle}")
+    monkeypatch.setattr(cluster.ray, "kill", lambda actor: happened.append(f"kill {actor}"))
+    one._spawn_ranks()
+    happened.clear()
+    one.restart_policy()
+    assert happened == [
+        "kill rank 0",
+        "kill rank 1",
+        "abandon",
+        "sleep",
+        "new ranks ['rank 0', 'rank 1'] in 7",
+        "start",
+        "offload",
+        *(["kill engine 1"] if moved else []),
+    ]
+    assert one.metrics() == {"policy/restarts": 1}
+
+
 @pytest.mark.parametrize(
     ("given", "variable", "threads"),
     [

@@ -29,7 +29,7 @@ NOTICE = "<!-- Written by tools/gen_docs.py; do not edit. -->\n\n"
 METRIC_SECTIONS = {
     "Reward and rollout": ("reward", "rollout", "env"),
     "Per model call": ("turn",),
-    "Engines and agent workers": ("engine", "worker"),
+    "Ranks, engines and agent workers": ("policy", "engine", "worker"),
     "Evaluation": ("eval",),
     "Asynchronous training": ("staleness", "async"),
     "Training batch": ("filter",),

@@ -520,6 +520,13 @@ class TrainConfig:
         0, "training steps between evaluations; 0: before the first and after the last", ge=0
     )
     seed: int = setting(0, "seed of data order, sampling and random initialization", ge=0)
+    restarts: int = setting(
+        2,
+        "how often the run replaces lost ranks and continues from its newest checkpoint; every "
+        "newer checkpoint allows as many again",
+        ge=0,
+        limit=10**6,
+    )
 
 
 @dataclass

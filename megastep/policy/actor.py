@@ -6,29 +6,32 @@
     version = policy.sync_weights(engines)
 
 Every call of `Policy` is collective: it runs on all ranks and returns when all have, or raises the
-first error.
+first error. Without one of its ranks a policy is lost: its calls raise `PolicyLost`, whatever the
+other ranks wait for, and the loop replaces all of them (trainer/loop.py).
 """
 
 import os
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
 
 from megastep.checkpoint.loop_state import LoopState
 from megastep.config import Config, LossConfig, OptimizerConfig
 from megastep.distributed.ports import listen
 from megastep.distributed.processes import forks_end_with_us, send_output_to
-from megastep.errors import ClusterError, MegastepError
+from megastep.errors import ClusterError, MegastepError, PolicyLost
 from megastep.types import MicroBatch, Update
 
 # Ray probes a silent node five times, every three seconds, before it declares it dead.
 _DEATH_KNOWN_S = 30
+_CHECK_EVERY_S = 2.0
 
 
 class PolicyRank:
@@ -83,19 +86,50 @@ class PolicyRank:
 class Policy:
     """All ranks of the policy."""
 
-    def __init__(self, actors: list):
-        """Actor i is in bundle i; ranks are numbered by node and GPU."""
+    def __init__(self, actors: list, timeout_s: float | None = None):
+        """Actor i is in bundle i; ranks are numbered by node and GPU.
+
+        timeout_s: for actors to get their places; without a node they wait for another one.
+        """
         self._submitting = threading.Lock()
-        self._where = ray.get([actor.where.remote() for actor in actors])
+        self._checking = threading.Lock()
+        self._checked_s = 0.0
+        self._lost: PolicyLost | None = None
+        self.ranks = actors
+        places = [actor.where.remote() for actor in actors]
+        with self._deaths():
+            try:
+                self._where = ray.get(places, timeout=timeout_s)
+            except GetTimeoutError:
+                raise PolicyLost(
+                    f"there is no room for {len(actors)} new policy rank(s) after "
+                    f"cluster.timeout_s = {timeout_s}"
+                ) from None
         self._order = node_by_node(self._where)
         self.ranks = [actors[bundle] for bundle in self._order]
+        self._pings = [actor.where.remote() for actor in self.ranks]
 
     def start(self, backend: str) -> None:
-        address = ray.get(self.ranks[0].rendezvous_address.remote())
+        with self._deaths():
+            address = ray.get(self.ranks[0].rendezvous_address.remote())
         calls = [
             actor.start.remote(rank, address, backend) for rank, actor in enumerate(self.ranks)
         ]
-        self.data_ranks: list[int] = ray.get(calls)
+        self.data_ranks: list[int] = self._results(calls)
+
+    def check(self) -> None:
+        """Raise PolicyLost if a rank has died; does not wait for calls in progress."""
+        with self._checking:
+            if self._lost is not None:
+                raise self._lost
+            if time.monotonic() - self._checked_s < _CHECK_EVERY_S:
+                return
+            self._checked_s = time.monotonic()
+            answered, asked = ray.wait(self._pings, num_returns=len(self._pings), timeout=0)
+            with self._deaths():
+                ray.get(answered)
+            if not asked:
+                self._pings = [actor.where.remote() for actor in self.ranks]
 
     # ------------------------------------------------------------ training
 
@@ -149,12 +183,38 @@ class Policy:
         """
         with self._submitting:
             calls = [submit(actor, data) for actor, data in zip(self.ranks, self.data_ranks)]
+        return self._results(calls)
+
+    def _results(self, calls: list) -> list:
+        with self._deaths():
+            try:
+                return ray.get(calls)  # raises the first error, even if other calls never end
+            except RayTaskError as error:
+                if not isinstance(error.cause, MegastepError):
+                    raise_death(calls)
+                raise
+
+    @contextmanager
+    def _deaths(self) -> Iterator[None]:
+        """Raise PolicyLost where Ray reports that an actor ended. An error in its constructor is
+        one of its code: it would be raised again.
+        """
         try:
-            return ray.get(calls)
-        except RayTaskError as error:
-            if not isinstance(error.cause, MegastepError):
-                raise_death(calls)
-            raise
+            yield
+        except RayTaskError:
+            raise  # of the rank's code; it may also be an instance of its cause
+        except OutOfMemoryError as error:
+            first_line = str(error).splitlines()[0]
+            self._lost = PolicyLost(
+                f"Ray killed a policy rank because memory ran out: {first_line}"
+            )
+            raise self._lost from None
+        except RayActorError as error:
+            if error.actor_init_failed:
+                raise
+            ranks = [r for r, actor in enumerate(self.ranks) if _id(actor) == error.actor_id]
+            self._lost = PolicyLost(f"policy rank {', '.join(map(str, ranks)) or '?'} died")
+            raise self._lost from None
 
     # ------------------------------------------------------------ placement
 
@@ -168,23 +228,23 @@ class Policy:
             )
         return bundles[0], tuple(gpu for bundle in bundles for gpu in self._where[bundle][1])
 
-    def check_nodes_alive(self) -> None:
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        lost = [r for r, bundle in enumerate(self._order) if self._where[bundle][0] not in alive]
-        if lost:
-            ranks = ", ".join(map(str, lost))
-            raise ClusterError(f"the node of the policy's rank(s) {ranks} is lost")
-
 
 def raise_death(calls: list) -> None:
-    """Raise RayActorError if a rank has died.
+    """Raise Ray's error if a rank has died.
 
-    Its peers fail in collective calls some seconds before Ray reports the cause.
+    Its peers fail in collective calls some seconds before Ray reports the cause, or never return.
     """
-    ended, _ = ray.wait(calls, num_returns=len(calls), timeout=_DEATH_KNOWN_S)
-    for call in ended:
+    deadline_s = time.monotonic() + _DEATH_KNOWN_S
+    while calls:
+        ended, calls = ray.wait(calls, timeout=max(0.0, deadline_s - time.monotonic()))
+        if not ended:
+            return
         with suppress(RayTaskError):
-            ray.get(call)
+            ray.get(ended)
+
+
+def _id(actor: Any) -> str:
+    return actor._actor_id.hex()
 
 
 def node_by_node(where: list[tuple[str, list[str]]]) -> list[int]:

@@ -38,7 +38,8 @@ MEANINGS = {
     "for at least 0.5 s at a time, mean over the trajectories affected",
     "env/NAME": "number that the environment reports under this name, mean over the trajectories "
     "that have it",
-    # engines and agent workers
+    # ranks, engines and agent workers
+    "policy/restarts": "restarts of all ranks after one was lost, since the start of the run",
     "engine/serving": "engines that serve",
     "engine/restarts": "engine restarts since the start of the run",
     "engine/queued": "model calls beyond engine.max_sequences, which wait in vLLM's queue",
@@ -115,7 +116,8 @@ MEANINGS = {
     "routing_replay/free_fraction": "fraction of tokens routed by the live router",
     # time
     "time/step_s": "seconds of the training step, without writing metrics and checkpoint",
-    "time/run_s": "seconds since training started in this process",
+    "time/run_s": "seconds since training started in this process, or since its last restart of "
+    "ranks",
     "time/rollout_s": "seconds of rollout",
     "time/pack_s": "seconds of advantages, folding and packing",
     "time/update_s": "seconds of training on the batch",

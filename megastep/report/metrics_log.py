@@ -36,8 +36,7 @@ class MetricsLog:
     ):
         """`config` is logged to wandb; `wandb_run` holds the project, entity and id there."""
         self.path = folder / "metrics.jsonl"
-        kept = [row for row in read_metrics(folder) if row["step"] <= from_step]
-        atomic_write(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._keep_rows(from_step)
         is_new = from_step < 0
         self.wandb = _start_wandb(folder, wandb_mode, config, is_new, **wandb_run)
         self.tensorboard = _start_tensorboard(folder, from_step) if tensorboard else None
@@ -55,6 +54,17 @@ class MetricsLog:
             entity=run.wandb_entity,
             id=run.wandb_id,
         )
+
+    def rewind(self, from_step: int) -> None:
+        """Continue after this training step; wandb ignores the rows that it has already."""
+        self._keep_rows(from_step)
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+            self.tensorboard = _start_tensorboard(self.path.parent, from_step)
+
+    def _keep_rows(self, from_step: int) -> None:
+        kept = [row for row in read_metrics(self.path.parent) if row["step"] <= from_step]
+        atomic_write(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         with self.path.open("a") as file:

@@ -30,7 +30,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from megastep.config import EngineConfig
-from megastep.errors import EngineError
+from megastep.errors import EngineError, PolicyLost
 from megastep.rollout.engine import Progress
 from megastep.rollout.generation import Generation, Sampling, Session
 from megastep.rollout.router import ACTOR_DIED, EngineId, Engines, Lost, Router, end_reason
@@ -163,6 +163,10 @@ class Fleet:
     def wake(self, what: str) -> None:
         self._run(self._each("wake", what))
 
+    def abandon_sync(self) -> None:
+        """End a weight sync whose sender died; no effect on engines that are in none."""
+        self._run(self._each("abandon_weight_update"))
+
     def call(self, handles: list[Any], method: str, *arguments) -> None:
         """Call engines that do not serve yet; raises if one dies or does not answer."""
         self._run(self._call(handles, method, *arguments))
@@ -279,6 +283,11 @@ class Fleet:
             try:
                 slot.handle = self._spawn(slot.index)
                 await self._build(slot)
+            except PolicyLost:  # no rank would send it weights; new ones are on their way
+                slot.starts -= 1
+                slot.restarted_s.pop()
+                await asyncio.sleep(self._settings.health_every_s)
+                continue
             except Exception as error:  # any failure counts as a restart
                 slot.lost_reason = f"did not restart: {error}"
                 ray.kill(slot.handle)
@@ -329,6 +338,8 @@ class Fleet:
             await asyncio.get_running_loop().run_in_executor(
                 None, self._refresh, slot.handle, serve_now
             )
+        except PolicyLost:
+            return  # the weight sync of the new policy includes it
         except Exception as error:
             if slot.id == engine:
                 self._lose(slot, f"did not get its weights: {error}")

@@ -69,7 +69,7 @@ class Workers:
         peaks = [slot.handle.peak_waiting.remote() for slot in self.slots]
         return {
             "worker/restarts": sum(slot.restarts for slot in self.slots),
-            "worker/env_calls_waiting": max(ray.get(peaks)),
+            "worker/env_calls_waiting": max(map(_peak, peaks)),
         }
 
     def close(self) -> None:
@@ -121,6 +121,14 @@ class Workers:
                 return
             for lost in reports:
                 self._fleet.report(lost)
+
+
+def _peak(reference) -> int:
+    """0 of a worker that died; its next episode restarts it."""
+    try:
+        return ray.get(reference)
+    except ACTOR_DIED:
+        return 0
 
 
 async def _cancelled(handle: Any, key: tuple[str, int, int]) -> None:

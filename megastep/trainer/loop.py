@@ -4,6 +4,7 @@
     step      rollout → filters → advantages, trie, packing → update → weight sync → evaluation
               → metrics → checkpoint
     SIGTERM   the update in progress finishes, a rollout in progress does not; then checkpoint
+    lost rank all ranks are replaced, and another `Loop` continues from the newest checkpoint
 
 `Loop.run` and `Loop.advance` read in that order. Synchronous: a step's rollout starts when the step
 does. Asynchronous: it started earlier and continues during updates and weight syncs, like
@@ -29,7 +30,7 @@ from megastep.console import (
     run_summary,
     supervised_progress,
 )
-from megastep.errors import ConfigError, RunFailed
+from megastep.errors import ConfigError, PolicyLost, RunFailed
 from megastep.report.metrics_log import MetricsLog, read_metrics
 from megastep.report.run_report import write_report
 from megastep.rollout.pool import check_not_all_failed
@@ -67,7 +68,7 @@ def train(config: Config, name: str) -> Path:
     demonstrations = [] if run.checkpoint else task.demonstrations()
     run.create(config)
     signals.advise(run.resume_hint)
-    start = f"continues after step {run.state.step}" if run.checkpoint else "a new run"
+    start = f"continues {run.where_it_begins}" if run.checkpoint else "a new run"
     print(f"{run.folder}: {start}")
     print(
         f"starting {config.policy.ranks} rank(s) and {config.engine.num_engines} engine(s); "
@@ -75,10 +76,57 @@ def train(config: Config, name: str) -> Path:
     )
     with MetricsLog.of_run(run.folder, run.last_row, config) as log:
         with Cluster(config, log=run.log) as cluster:
-            Loop(config, task, cluster, run, log).run(demonstrations)
+            run_to_the_end(config, task, cluster, run, log, demonstrations)
     print(run_summary(read_metrics(run.folder)))
     print(next_commands(run))
     return run.folder
+
+
+def run_to_the_end(
+    config: Config,
+    task: Task,
+    cluster: Cluster,
+    run: Run,
+    log: MetricsLog,
+    demonstrations: list[Group],
+) -> None:
+    """Run the loop. When ranks are lost, new ones continue, as a resumed process would.
+
+    What happened since the newest checkpoint is undone: running episodes are cancelled, groups and
+    rows of metrics dropped, engines get the checkpoint's weights. Its prompts are generated again.
+    """
+    restarts = Restarts(config.train.restarts)
+    while True:
+        try:
+            if restarts.used:
+                cluster.restart_policy()
+            loop = Loop(config, task, cluster, run, log)
+            return loop.run([] if run.checkpoint else demonstrations)
+        except PolicyLost as lost:
+            newest = run.at_newest(config)
+            restarts.use(lost, is_newer=newest.state.step > run.state.step)
+            run = newest
+            log.rewind(run.last_row)
+            print(f"{lost}; new ranks continue {run.where_it_begins} ({restarts})")
+
+
+class Restarts:
+    """At most `limit` in a row; every newer checkpoint allows as many again."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.used = 0
+
+    def use(self, lost: PolicyLost, is_newer: bool) -> None:
+        """Raises if none is left. is_newer: a checkpoint was saved since the last restart."""
+        if is_newer:
+            self.used = 0
+        if self.used == self.limit:
+            raise PolicyLost(f"{lost}; {self}") from None
+        self.used += 1
+
+    def __str__(self) -> str:
+        return f"{self.used} of train.restarts = {self.limit} since the newest checkpoint"
 
 
 def next_commands(run: Run) -> str:
@@ -123,9 +171,14 @@ class Loop:
         with self.line, self.stream:
             self.begin(demonstrations)
             with signals.asks(self.ask_to_stop):
-                while self.step < self.config.train.steps and not self.stops:
-                    self.advance()
-                self.finish()
+                try:
+                    while self.step < self.config.train.steps and not self.stops:
+                        self.advance()
+                    self.finish()
+                except PolicyLost as lost:
+                    if not self.stops:
+                        raise
+                    raise signals.Stopped(f"stopped in step {self.step}; {lost}") from None
 
     def advance(self) -> None:
         """One training step; none if the run is asked to stop before its groups are complete."""
@@ -193,7 +246,7 @@ class Loop:
             self.evaluation.begin(self.step)
             # Synchronous: the evaluation is of these weights, so it ends before they change.
             while self.stream.ahead == 0 and not self.evaluation.is_done(wait_s=0.1):
-                pass
+                self.cluster.policy.check()
 
     def first_evaluation(self) -> dict[str, float]:
         total = len(self.evaluation.prompts) * self.config.eval.samples_per_prompt
@@ -219,7 +272,7 @@ class Loop:
         while wanted:
             with self.clock("time/rollout_s"):
                 more = wanted if groups else None
-                taken = self.stream.take(self.step - 1, more, meanwhile=self.seal)
+                taken = self.stream.take(self.step - 1, more, meanwhile=self.watch)
             groups += taken.groups
             check_not_all_failed(groups)
             fresh, stale = self.staleness.drop_stale(taken.groups, self.stream.staleness_limit)
@@ -280,6 +333,7 @@ class Loop:
             return {}
         with self.clock("time/eval_s"):
             while not self.evaluation.is_done(wait_s=0.1):
+                self.cluster.policy.check()
                 if self.stops and self.step < self.config.train.steps:
                     return {}
             return self.evaluation.result()
@@ -302,6 +356,11 @@ class Loop:
         self.cluster.policy.save(root, state)
         self.saved_step = self.step
         self.saved_at = time.monotonic()
+
+    def watch(self) -> None:
+        """During a rollout, which may be waiting for an engine that waits for the policy."""
+        self.cluster.policy.check()
+        self.seal()
 
     def seal(self) -> None:
         """Publish a background checkpoint as soon as its files are complete."""

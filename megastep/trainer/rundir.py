@@ -19,7 +19,7 @@ import os
 import socket
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -94,11 +94,23 @@ class Run:
         except OSError as error:
             raise RunDirError(f"{self.folder}: cannot be written ({error.strerror})") from None
 
+    def at_newest(self, config: Config) -> "Run":
+        """This run as the next process would find it; without a checkpoint, as this one did."""
+        resume = "auto" if latest(self.checkpoints) else config.run.resume
+        settings = replace(config.run, name=self.folder.name, resume=resume)
+        run = Run.find(replace(config, run=settings), self.folder.name)
+        run.lock = self.lock
+        return run
+
     def resume_hint(self) -> str:
         saved = latest(self.checkpoints) or latest(self.start)
         if saved is None:
             return "no checkpoint was written yet"
         return f"to resume from {saved}: the same command with run.name={self.folder.name}"
+
+    @property
+    def where_it_begins(self) -> str:
+        return f"after step {self.state.step}" if self.checkpoint else "from the beginning"
 
     @property
     def last_row(self) -> int:

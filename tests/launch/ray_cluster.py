@@ -24,11 +24,12 @@ from pathlib import Path
 
 from megastep.distributed.ports import free_port
 from megastep.distributed.processes import end_with_parent
-from tests.processes import alive, descendants, started, wait_for
+from tests.processes import alive, command_line, descendants, started, wait_for
 
 HOST = "127.0.0.1"
 RAY = Path(sys.executable).with_name("ray")
-HEAD, WORKER = "b" * 56, "a" * 56  # ids of the nodes; ranks begin with the lower one
+# Ids of the nodes; ranks begin with the lower one.
+HEAD, WORKER, SPARE = "b" * 56, "a" * 56, "9" * 56
 PORTS = (
     "dashboard-agent-listen-port",
     "dashboard-agent-grpc-port",
@@ -90,6 +91,11 @@ class Node:
         _signal(family, signal.SIGKILL)
         self.process.wait(20)
 
+    def kill_raylet(self) -> None:
+        """Its processes end with it."""
+        (raylet,) = [p for p in self.family() if "raylet/raylet " in command_line(p[0])]
+        _signal({raylet}, signal.SIGKILL)
+
     def end(self) -> None:
         """Terminate; kill what remains."""
         family = self.family()
@@ -130,6 +136,13 @@ class TwoNodes:
             f"--ray-client-server-port={free_port()}",
         )
         self.worker = self._start(exits, 2, WORKER, cpus[1], f"--address={self.address}")
+        self._exits = exits
+
+    def add(self, id: str, cpus: int) -> Node:
+        """Another node, which joins the others."""
+        return self._start(
+            self._exits, len(self.nodes()) + 1, id, cpus, f"--address={self.address}"
+        )
 
     def _start(self, exits: ExitStack, count: int, id: str, cpus: int, *options: str) -> Node:
         """Start node number `count`. On a busy machine Ray may time out, after half a minute."""

@@ -16,6 +16,7 @@ from megastep.report.metrics_log import read_metrics
 from tests import processes
 from tests.launch.slurm_cluster import ROOT, TIMEOUT_S, Job, commands, two_nodes
 from tests.processes import alive, descendants
+from tests.runs import trained_ids
 
 pytestmark = pytest.mark.timeout(900)  # whole runs, on a machine that may be busy
 CONFIG = "configs/chase.yaml"
@@ -260,17 +261,50 @@ def test_d5_node_without_ray_is_named(cluster, setup_file):
     assert_nothing_is_left(job, family)
 
 
-def test_d5_a_node_whose_ray_dies_ends_the_job(cluster):
+def kill_raylet(job: Job, node: int) -> None:
+    (raylet,) = [
+        pid for pid, line in commands() if f"--raylet_socket_name={job.raylets[node]}/" in line
+    ]
+    os.kill(raylet, signal.SIGKILL)
+
+
+def test_d5_a_first_node_whose_ray_dies_ends_the_job(cluster):
+    """Nothing was saved, so the job does not requeue itself."""
     job = cluster.submit(CONFIG, *TINY, f"run.dir={cluster.folder}/runs", "run.name=dead")
     wait_for(lambda: "dead: a new run" in job.output())
     family = job.family()
-    (raylet,) = [
-        pid for pid, line in commands() if f"--raylet_socket_name={job.raylets[1]}/" in line
-    ]
-    os.kill(raylet, signal.SIGKILL)
-    assert job.wait()["ExitCode"] == "1:0"
-    assert f"error: Ray has ended on n2; logs: {job.logs}" in job.output()
-    assert "Ray ended by itself, with exit code 1" in job.log(1)
+    kill_raylet(job, 0)
+    assert job.wait()["ExitCode"] == "75:0"
+    assert f"error: Ray has ended on n1; logs: {job.logs}" in job.output()
+    assert "slurm.sbatch: stopped before anything was saved, and not requeued" in job.output()
+    assert "Ray ended by itself, with exit code 1" in job.log(0)
+    assert_nothing_is_left(job, family)
+
+
+def test_d5_x18_a_job_outlives_ray_on_a_node_and_is_requeued_without_the_head(cluster):
+    """First the node of the rank, or that of the engine, loses Ray, later the head."""
+    given = (*TINY, "train.steps=1000", "run.rollouts_every=1", f"run.dir={cluster.folder}/runs")
+    job = cluster.submit(CONFIG, *given, "run.name=outlives")
+    folder = cluster.folder / "runs" / "outlives"
+    wait_for(lambda: len(read_metrics(folder)) > 4 or not job.is_in("PENDING", "RUNNING"))
+    family = job.family()
+    kill_raylet(job, 1)
+
+    def steps_since() -> list[int]:
+        """Training steps after the restart of ranks or engine."""
+        rows = read_metrics(folder)[1:]
+        return [r["step"] for r in rows if r["policy/restarts"] + r["engine/restarts"] > 0]
+
+    wait_for(lambda: steps_since() or not job.is_in("RUNNING"))
+    assert job.is_in("RUNNING"), job.output()
+    assert "Ray starts again" in job.log(1) and job.show()["Restarts"] == "0"
+    kill_raylet(job, 0)
+    job.wait("PENDING")
+    assert f"error: Ray has ended on n1; logs: {job.logs}" in job.output()
+    assert f"job {job.id} is requeued and continues from its last checkpoint" in job.output()
+    last = steps_since()[-1]
+    assert sorted(trained_ids(folder, last)) == list(range(2 * last))
+    job.cancel()
     assert_nothing_is_left(job, family)
 
 

@@ -21,13 +21,17 @@ def scalars(folder: Path) -> dict[str, list]:
     }
 
 
-def test_d7_tensorboard_equals_metrics_jsonl(tmp_path):
+@pytest.mark.parametrize("by", ["another process", "restarted ranks"])
+def test_d7_tensorboard_equals_metrics_jsonl(by, tmp_path):
     log = MetricsLog(tmp_path, 0, "disabled", {}, tensorboard=True)
     for number in (1, 2, 3):
         log.write(number, {"train/loss": number / 2, "turn/count": number})
-    log.close()
     # Resumed after training step 2: step 3 is repeated.
-    log = MetricsLog(tmp_path, 2, "disabled", {}, tensorboard=True)
+    if by == "restarted ranks":
+        log.rewind(2)
+    else:
+        log.close()
+        log = MetricsLog(tmp_path, 2, "disabled", {}, tensorboard=True)
     log.write(3, {"train/loss": 9.0, "turn/count": 9})
     log.close()
     assert scalars(tmp_path) == {

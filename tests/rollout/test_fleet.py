@@ -13,7 +13,7 @@ import torch
 from ray.exceptions import OutOfMemoryError
 
 from megastep.config import EngineConfig
-from megastep.errors import EngineError
+from megastep.errors import EngineError, PolicyLost
 from megastep.rollout import fleet as fleet_module
 from megastep.rollout.engine import Progress, run_lengths
 from megastep.rollout.fleet import Fleet
@@ -491,3 +491,111 @@ def test_a_restarted_engine_gets_its_own_weight_sync_if_no_other_serves(failing)
     wait_for(lambda: slot.serving, 30)
     assert refreshed == [slot.handle]
     wait_for(lambda: other.stale, 30)
+
+
+def test_x18_an_engine_lost_with_the_policy_waits_for_the_new_one(failing):
+    """Without losing a restart."""
+    fleet = failing(restarts=1, health_every_s=0.1)
+    slot = fleet.slots[0]
+    spawn = fleet._spawn
+    asked = []
+
+    def lost(index: int):
+        asked.append(index)
+        raise PolicyLost("policy rank 0 died")
+
+    fleet._spawn = lost
+    fleet.report(Lost(slot.id, "killed"))
+    wait_for(lambda: len(asked) > 3, 30)
+    assert slot.restarts == 0 and not slot.gone
+    fleet._spawn = spawn
+    wait_for(lambda: slot.serving, 30)
+    assert slot.restarts == 1
+
+
+def test_x18_an_engine_whose_weight_sync_lost_the_policy_stays_for_the_next(failing):
+    calls = []
+
+    def refresh(handle, serve) -> None:
+        calls.append(handle)
+        raise PolicyLost("policy rank 0 died")
+
+    fleet = failing(refresh=refresh)
+    for slot in fleet.slots:
+        fleet.report(Lost(slot.id, "killed"))
+    wait_for(lambda: all(slot.stale for slot in fleet.slots) and calls, 30)
+    fleet.serve(fleet.ready())
+    assert all(slot.serving and slot.restarts == 1 for slot in fleet.slots)
+
+
+# ---------------------------------------------------------------- slow and hung vLLM
+
+
+def test_x18_one_over_long_call_among_200_disturbs_no_other(rollouts, monkeypatch):
+    """engine.request_timeout_s, on real vLLM: the call is aborted, the others get their answers."""
+    short = [Sampling(1, temperature=0.0)] * 200
+    prompts = some_tokens(201, seed=6).numpy()
+
+    def ask_all() -> list[tuple]:
+        """(answer, seconds) of each call; the first one is the long one."""
+
+        async def one(index: int, sampling: Sampling) -> tuple:
+            begun = time.monotonic()
+            session = Session(f"long {index}", 0)
+            try:
+                answer = await rollouts.fleet.generate(prompts[index], sampling, session=session)
+            except EngineError as error:
+                answer = error
+            return answer, time.monotonic() - begun
+
+        async def all_of_them() -> list[tuple]:
+            calls = [Sampling(230, temperature=0.0), *short]
+            return await asyncio.gather(*(one(i, s) for i, s in enumerate(calls)))
+
+        return asyncio.run(all_of_them())
+
+    (long, long_s), *others = ask_all()
+    limit_s = 0.7 * long_s
+    assert len(long.ids) == 230 and max(seconds for _, seconds in others) < limit_s / 1.5
+    starts = [slot.starts for slot in rollouts.fleet.slots]
+    monkeypatch.setattr(rollouts.fleet.router, "_timeout_s", limit_s)
+    (error, _), *again = ask_all()
+    assert "no answer in engine.request_timeout_s" in str(error)
+    assert [a.ids.tolist() for a, _ in again] == [a.ids.tolist() for a, _ in others]
+    assert [slot.starts for slot in rollouts.fleet.slots] == starts
+    wait_for(lambda: _running(rollouts) == 0, 10)
+
+
+def hang_in_next_sync(engine) -> None:
+    """Stop vLLM's process, with SIGSTOP, when the first weights arrive."""
+    update = engine.llm.update_weights
+
+    async def hang(request) -> None:
+        ((core, _),) = descendants(os.getpid())
+        os.kill(core, signal.SIGSTOP)
+        await update(request)
+
+    engine.llm.update_weights = hang
+
+
+def test_x18_an_engine_that_hangs_in_a_weight_sync_does_not_end_the_run(rollouts, models, tmp_path):
+    """sync.timeout_s, on real vLLM: the others serve the new weights, and it restarts."""
+    _policy(rollouts, models, tmp_path / "hf")
+    rollouts.on_ranks(shake, 6)
+    rollouts.on_ranks(lambda rank: setattr(rank.sender.sync, "timeout_s", 4))
+    slot, other = rollouts.fleet.slots
+    pid = slot.pid
+    vllm = descendants(pid)
+    ray.get(slot.handle.__ray_call__.remote(hang_in_next_sync))
+    begun = time.monotonic()
+    version = rollouts.cluster.sync()
+    assert 4 <= time.monotonic() - begun < 30
+    assert not slot.serving and other.serving
+    answers = rollouts.ask(some_tokens(4))
+    assert all(g.versions.tolist() == [[version, 12]] for g in answers)
+    wait_for(lambda: not alive(vllm), 30)
+    wait_for(lambda: slot.stale and slot.pid != pid, 200)
+    rollouts.cluster.sync()
+    assert slot.serving
+    expected = rollouts.ask(some_tokens(4), sessions=list("abcd"))
+    assert [g.ids.tolist() for g in answers] == [g.ids.tolist() for g in expected]

@@ -119,6 +119,15 @@ def test_x18_a_killed_worker_costs_its_running_episodes_only(make):
     assert workers.metrics() == {"worker/restarts": 1, "worker/env_calls_waiting": 0}
 
 
+def test_x18_a_worker_killed_without_an_episode_does_not_end_the_run(make):
+    pool, workers, _ = make(2)
+    os.kill(ray.get(workers.slots[1].handle.pid.remote()), signal.SIGKILL)
+    assert workers.metrics() == {"worker/restarts": 0, "worker/env_calls_waiting": 0}
+    groups = asyncio.run(pool.run(PROMPTS))
+    assert all(t.stop_reason == StopReason.DONE for g in groups for t in g.trajectories)
+    assert workers.metrics()["worker/restarts"] == 1
+
+
 def test_an_environment_that_ends_its_process_is_a_failed_trajectory(make):
     pool, workers, _ = make(2, "env.name=tests.rollout.worker_envs:Fatal")
     groups = asyncio.run(pool.run(PROMPTS[:4]))

@@ -8,16 +8,19 @@ import pytest
 from megastep.checkpoint.loop_state import LoopState
 from megastep.config import CheckpointConfig, load
 from megastep.console import LiveLine
-from megastep.errors import RunFailed
+from megastep.errors import PolicyLost, RunFailed
+from megastep.report.metrics_log import MetricsLog, read_metrics
 from megastep.rollout import stream
 from megastep.rollout.data import Prompt, PromptStream
 from megastep.samples import store
+from megastep.signals import Stopped
 from megastep.trainer import loop as loop_module
 from megastep.trainer.loop import Loop
 from megastep.trainer.rundir import Run
 from megastep.types import FAILED, FinishReason, Group
 from tests.rollout.test_stream import Episodes
 from tests.runs import LOCAL
+from tests.trainer.test_rundir import checkpoint
 
 GIVEN = ("rollout.prompts=4", "train.mini_batch_prompts=4", "train.steps=9", "run.rollouts_every=0")
 
@@ -400,3 +403,127 @@ def evaluated(groups: list, loop, begun: list):
         return groups
 
     return run
+
+
+# ---------------------------------------------------------------- lost ranks
+
+
+class Attempts:
+    """Loops that end as scripted: they save these steps, then ranks are lost, or the run ends."""
+
+    def __init__(self, *scripts: list[int], folder):
+        self.scripts = list(scripts)
+        self.folder = folder
+        self.begun: list[int] = []
+        self.restarts = 0
+
+    def loop(self, config, task, cluster, run, log):
+        self.begun.append(run.state.step)
+        return SimpleNamespace(run=lambda demonstrations: self.attempt(log))
+
+    def attempt(self, log) -> None:
+        saved = self.scripts.pop(0)
+        for step in saved:
+            log.write(step, {"attempt": len(self.begun)})
+            checkpoint(self.folder / "checkpoints", step)
+        log.write(99, {"attempt": len(self.begun)})
+        if self.scripts:
+            raise PolicyLost("policy rank 1 died")
+
+    def restart_policy(self) -> None:
+        self.restarts += 1
+
+
+def train_with(tmp_path, monkeypatch, restarts: int, *scripts: list[int]) -> Attempts:
+    config = load(LOCAL, [f"run.dir={tmp_path}", "run.name=one", f"train.restarts={restarts}"])
+    run = Run.find(config, "local")
+    run.create(config)
+    attempts = Attempts(*scripts, folder=run.folder)
+    monkeypatch.setattr(loop_module, "Loop", attempts.loop)
+    with MetricsLog(run.folder, -1, "disabled", {}) as log:
+        loop_module.run_to_the_end(config, None, attempts, run, log, [])
+    return attempts
+
+
+def test_x18_lost_ranks_are_replaced_and_rows_after_the_checkpoint_dropped(
+    tmp_path, monkeypatch, capsys
+):
+    """Two losses before the first checkpoint, then one after each."""
+    attempts = train_with(tmp_path, monkeypatch, 2, [], [], [3], [5], [7])
+    assert attempts.begun == [0, 0, 0, 3, 5] and attempts.restarts == 4
+    rows = [(row["step"], row["attempt"]) for row in read_metrics(tmp_path / "one")]
+    assert rows == [(3, 3), (5, 4), (7, 5), (99, 5)]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == [
+        "policy rank 1 died; new ranks continue from the beginning (2 of train.restarts = 2 since "
+        "the newest checkpoint)",
+        "policy rank 1 died; new ranks continue after step 3 (1 of train.restarts = 2 since the "
+        "newest checkpoint)",
+    ]
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 2])
+def test_x18_ranks_that_are_lost_again_and_again_end_the_run(restarts, tmp_path, monkeypatch):
+    """train.restarts"""
+    scripts = [[4], *[[]] * 5]
+    with pytest.raises(PolicyLost, match=f"died; {restarts} of train.restarts = {restarts} since"):
+        train_with(tmp_path, monkeypatch, restarts, *scripts)
+
+
+def test_x18_ranks_lost_during_their_restart_count_too(tmp_path, monkeypatch):
+    def restart_policy(attempts) -> None:
+        attempts.restarts += 1
+        if attempts.restarts == 1:
+            raise PolicyLost("policy rank 0 died")
+
+    monkeypatch.setattr(Attempts, "restart_policy", restart_policy)
+    attempts = train_with(tmp_path, monkeypatch, 2, [4], [6])
+    assert attempts.begun == [0, 4] and attempts.restarts == 2
+
+
+def test_x18_an_error_of_a_ranks_code_is_no_lost_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(Attempts, "attempt", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_with(tmp_path, monkeypatch, 2, [])
+
+
+def test_x18_a_lost_rank_ends_a_rollout(tmp_path, monkeypatch):
+    """That waits for an engine, which waits for the policy."""
+    monkeypatch.setattr(stream, "MEANWHILE_S", 0.01)
+    loop = make_loop(tmp_path, Versioned(lambda id, index: None))
+    loop.cluster.policy.on_call = lose_at("check")
+    with loop.stream, pytest.raises(PolicyLost):
+        loop.step = 1
+        loop.collect()
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_x18_a_lost_rank_ends_an_evaluation(resumes, tmp_path):
+    async def never(prompts, on_trajectory):
+        await asyncio.Event().wait()
+
+    state = LoopState(2, evaluates=True, synced_versions=[3]) if resumes else None
+    loop = make_loop(tmp_path, Versioned(), state=state)
+    loop.evaluation.pool = SimpleNamespace(run=never)
+    loop.cluster.policy.on_call = lose_at("check")
+    with loop.stream, pytest.raises(PolicyLost):
+        loop.begin([])
+
+
+def test_x18_ranks_lost_while_the_run_stops_do_not_restart(tmp_path):
+    """A job that is preempted may lose them before the checkpoint."""
+    loop = make_loop(tmp_path, Versioned())
+    loop.evaluation.result = dict
+    loop.log = SimpleNamespace(write=lambda step, metrics: None)
+    loop.advance = lambda: loop.ask_to_stop() or loop.cluster.policy.save()
+    loop.cluster.policy.on_call = lose_at("save")
+    with pytest.raises(Stopped, match="stopped in step 0; policy rank 1 died"):
+        loop.run([])
+
+
+def lose_at(lost_at: str):
+    def on_call(method: str) -> None:
+        if method == lost_at:
+            raise PolicyLost("policy rank 1 died")
+
+    return on_call

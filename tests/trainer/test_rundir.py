@@ -184,3 +184,38 @@ def test_the_kl_reference_after_sft_is_its_result(tmp_path):
     checkpoint = tmp_path / "taught" / "checkpoints" / "step_4"
     run = Run(tmp_path / "taught", checkpoint, LoopState(4))
     assert run.reference() == taught
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_x18_a_restart_continues_from_the_newest_checkpoint(resume, tmp_path):
+    """As the next process would, under the same name and lock; without one, as this one did."""
+    config = load(LOCAL, [f"run.dir={tmp_path}", f"run.resume={resume}"])
+    run = Run.find(config, "local")  # a name with the time of day
+    run.create(config)
+    again = run.at_newest(config)
+    assert (again.folder, again.checkpoint, again.last_row) == (run.folder, None, -1)
+    assert again.where_it_begins == "from the beginning"
+    saved = checkpoint(run.checkpoints, 3)
+    again = again.at_newest(config)
+    assert (again.folder, again.checkpoint, again.state.step) == (run.folder, saved, 3)
+    assert again.where_it_begins == "after step 3" and again.last_row == 3
+    assert again.lock is run.lock and not run.lock.closed
+
+
+def test_x18_a_restart_of_a_run_that_came_from_another(first, tmp_path):
+    origin = first / "checkpoints" / "step_8"
+    config = load(LOCAL, [f"run.dir={tmp_path}", "run.name=second", f"run.resume={origin}"])
+    run = Run.find(config, "local")
+    run.create(config)
+    assert run.at_newest(config).checkpoint == origin
+    own = checkpoint(run.checkpoints, 9)
+    assert run.at_newest(config).checkpoint == own
+
+
+def test_x18_the_start_of_an_earlier_run_of_this_name_is_not_taken(first, tmp_path):
+    """run.resume=never, and no checkpoint yet."""
+    config = load(LOCAL, [f"run.dir={tmp_path}", "run.name=first", "run.resume=never"])
+    (first / "checkpoints" / "step_8").rename(tmp_path / "elsewhere")
+    run = Run.find(config, "local")
+    run.create(config)
+    assert run.at_newest(config).checkpoint is None

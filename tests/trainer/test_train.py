@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from megastep.report.metrics_log import read_metrics
 from megastep.samples import store
 from megastep.types import Group
 from tests.policy.updates import steps_of
-from tests.processes import alive, descendants, wait_for
+from tests.processes import alive, descendants, started, wait_for
 from tests.runs import LOCAL, begin, exported, left, megastep, run, trained_ids
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs, on a machine that may be busy
@@ -163,12 +164,12 @@ SMALL = (
 
 
 def numbers(folder) -> list[dict]:
-    """All metrics but times, rates and those of agent workers."""
+    """All metrics but times, rates, restarts and those of agent workers."""
     return [
         {
             name: value
             for name, value in row.items()
-            if not name.startswith(("time/", "worker/")) and "per_s" not in name
+            if not name.startswith(("time/", "worker/", "policy/")) and "per_s" not in name
         }
         for row in read_metrics(folder)
     ]
@@ -176,29 +177,62 @@ def numbers(folder) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def killed(quick, tmp_path_factory):
-    """A run of six training steps, and one that was killed during a checkpoint and resumed. The
-    driver runs the episodes of the first, agent workers those of the other."""
+    """A run of six training steps, and one that lost a rank in an update and another during the
+    restart, was killed during a checkpoint, resumed, and lost ranks in a rollout and a weight sync.
+    The driver runs the episodes of the first, agent workers those of the other."""
     folder = tmp_path_factory.mktemp("killed")
     start = f"run.resume={quick[0]}/start/step_0"
     whole = begin(megastep("train", folder, "whole", *SMALL, start))
-    workers = "rollout.workers=2"
-    victim = begin(megastep("train", folder, "killed", *SMALL, workers, start))
+    command = megastep("train", folder, "killed", *SMALL, "rollout.workers=2")
+    victim = begin([*command, start])
+    resumed = None
     try:
         checkpoints = folder / "killed" / "checkpoints"
+        wait_for(lambda: (checkpoints / "step_1").exists() or victim.poll() is not None, 300)
+        kill_rank(victim, ".call", after_rollout_of=folder / "killed")
+        kill_rank(victim, ".start")
         wait_for(lambda: (checkpoints / "step_3").exists() or victim.poll() is not None, 300)
         family = descendants(victim.pid)
         step = kill_in_mid_save(victim, pids(family, "ray::PolicyRank"), checkpoints)
         is_partial = (checkpoints / f"step_{step}.partial").exists()
         after_kill = latest(checkpoints).name, is_partial, step
         wait_for(lambda: not left(family), 60)
-        resumed = run(megastep("train", folder, "killed", *SMALL, workers))
-        assert resumed.returncode == 0, resumed.stderr[-3000:]
-        assert f"continues after step {step - 1}" in resumed.stdout
+        resumed = begin(command)
+        is_saved = (checkpoints / f"step_{step}").exists
+        wait_for(lambda: is_saved() or resumed.poll() is not None, 300)
+        kill_rank(resumed, "")
+        kill_rank(resumed, ".sync_weights")
+        output, errors = resumed.communicate(timeout=300)
+        assert resumed.returncode == 0, errors[-3000:]
+        assert f"continues after step {step - 1}\n" in output
         assert whole.wait(300) == 0, whole.stderr.read()[-3000:]
     finally:
-        whole.kill()
-        victim.kill()
-    return folder, after_kill
+        for process in (whole, victim, resumed):
+            if process is not None:
+                process.kill()
+    return folder, after_kill, victim.stdout.read(), output
+
+
+def kill_rank(process, call: str, after_rollout_of=None) -> None:
+    """kill -9 of one of two ranks when both are in this call, or in none; the call after a rollout
+    is an update."""
+
+    def ranks() -> list[int]:
+        """Pids, if both are in the call: Ray names processes after their calls."""
+        lines = [line.split() for line in alive(descendants(process.pid))]
+        found = {int(line[0]): line[1] for line in lines if "ray::PolicyRank" in line[-1]}
+        first = sorted(found)[:2]  # they fork others, of higher pids
+        is_time = [found[pid] for pid in first] == [f"ray::PolicyRank{call}"] * 2
+        return first if is_time else []
+
+    if after_rollout_of is not None:
+        rollouts = after_rollout_of / "rollouts" / "latest.safetensors"
+        before = rollouts.stat().st_mtime_ns
+        wait_for(lambda: rollouts.stat().st_mtime_ns != before, 100)
+    _, victim = wait_for(ranks, 100, every_s=0.01)
+    start = started(victim)
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: not alive({(victim, start)}), 20)
 
 
 def kill_in_mid_save(process, ranks: list[int], checkpoints) -> int:
@@ -217,7 +251,7 @@ def kill_in_mid_save(process, ranks: list[int], checkpoints) -> int:
 
 
 def test_x6_a_kill_during_a_save_leaves_the_previous_checkpoint(killed):
-    folder, (newest, is_partial, step) = killed
+    folder, (newest, is_partial, step), *_ = killed
     assert newest == f"step_{step - 1}" and is_partial and step >= 4
     assert latest(folder / "killed" / "checkpoints").name == "step_6"
     assert not list((folder / "killed" / "checkpoints").glob("*.partial"))
@@ -227,7 +261,7 @@ def test_x6_x11_killed_and_resumed_is_the_same_run_bit_for_bit(killed, tmp_path)
     """Also with agent workers: trajectories do not depend on their number."""
     import torch
 
-    folder, _ = killed
+    folder, *_ = killed
     assert "worker/restarts" in read_metrics(folder / "killed")[-1]
     whole, resumed = numbers(folder / "whole"), numbers(folder / "killed")
     assert [row["step"] for row in whole] == list(range(7)) and resumed == whole
@@ -236,6 +270,17 @@ def test_x6_x11_killed_and_resumed_is_the_same_run_bit_for_bit(killed, tmp_path)
     one = exported(folder / "whole" / "checkpoints" / "step_6", tmp_path / "whole")
     two = exported(folder / "killed" / "checkpoints" / "step_6", tmp_path / "killed")
     assert set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_x18_lost_ranks_are_replaced(killed):
+    """So the test above covers that too: in an update, a restart, a rollout and a weight sync."""
+    folder, _, first, second = killed
+    lines = [line for line in (first + second).splitlines() if "new ranks continue" in line]
+    assert len(lines) == 4 and all(re.match(r"policy rank [01] died; new ranks", x) for x in lines)
+    used = [re.search(r"after step (\d) \((\d) of train.restarts = 2", x).groups() for x in lines]
+    assert [count for _, count in used[:3]] == ["1", "2", "1"] and used[0][0] == used[1][0]
+    assert read_metrics(folder / "killed")[-1]["policy/restarts"] == 2  # of the second process
+    assert read_metrics(folder / "whole")[-1]["policy/restarts"] == 0
 
 
 def test_x5_dynamic_sampling_replaces_degenerate_groups(killed):
@@ -328,22 +373,25 @@ def test_x5_s15_asynchronous_dynamic_sampling(quick, tmp_path):
     assert sum(row["filter/dropped"] for row in rows) > 0
 
 
-KILLS = int(os.environ.get("MEGASTEP_KILLS", 3))
+KILLS = int(os.environ.get("MEGASTEP_KILLS", 4))
+DRIVER = "megastep train"
+VICTIMS = ("ray::Engine", "ray::PolicyRank", "ray::AgentWorker", DRIVER)
 
 
 @pytest.mark.timeout(1200 + 120 * KILLS)
-def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
-    """Kills of an engine, the driver or a rank at random times; MEGASTEP_KILLS=20 for more.
+def test_x6_x18_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
+    """Kills of an engine, a rank, an agent worker or the driver at random times; the last one is
+    resumed by hand. MEGASTEP_KILLS=20 for more.
 
-    A third of the kills of driver and ranks happen while a resumed run starts and restores.
+    A third of the kills of the driver happen while a resumed run starts and restores.
     """
     random = Random(0)
     steps = 4 + 4 * KILLS
-    kinds = [("ray::Engine", "megastep train", "ray::PolicyRank")[i % 3] for i in range(KILLS)]
     given = (
         f"train.steps={steps}",
         "rollout.prompts=4",
         "rollout.samples_per_prompt=4",
+        "rollout.workers=2",
         "train.mini_batch_prompts=4",
         "async.max_staleness=1.5",
         "run.rollouts_every=1",
@@ -359,15 +407,13 @@ def test_x6_s15_kills_anywhere_lose_and_repeat_nothing(quick, tmp_path):
     ready: list[Group] = []
     process = begin(command)
     try:
-        for kind in kinds:
-            early = (
-                kind != "ray::Engine"
-                and latest(folder / "checkpoints") is not None
-                and random.random() < 1 / 3
-            )
+        for number in range(KILLS):
+            kind = VICTIMS[number % len(VICTIMS)]
+            has_saved = latest(folder / "checkpoints") is not None
+            early = kind == DRIVER and has_saved and random.random() < 1 / 3
             strike(process, kind, folder, early, 3 * random.random())
-            if kind == "ray::Engine":
-                continue  # the run continues without it until it has restarted
+            if kind != DRIVER:
+                continue  # the run replaces it by itself
             for path in folder.glob("checkpoints/step_*[0-9]/ready.safetensors"):
                 ready += store.read(path)
             process = begin(command)  # the same command resumes
@@ -400,11 +446,11 @@ def max_staleness(folder, row: dict) -> int:
 
 
 def strike(process, kind: str, folder, early: bool, delay_s: float) -> None:
-    """kill -9 after the next training step, or, early, once the victim runs; waits for the end."""
+    """kill -9 after the next training step, or, early, once the driver runs; waits for its end."""
     seen = len(read_metrics(folder))
 
     def victims() -> list[int]:
-        if kind.startswith("megastep"):
+        if kind == DRIVER:
             return [process.pid]
         return pids(descendants(process.pid), kind)
 
@@ -421,7 +467,7 @@ def strike(process, kind: str, folder, early: bool, delay_s: float) -> None:
     os.kill(min(victims()), signal.SIGKILL)
     when = "early " if early else ""
     print(f"killed {kind} {when}after step {len(read_metrics(folder)) - 1}", flush=True)
-    if kind != "ray::Engine":
+    if kind == DRIVER:
         process.wait(120)
         wait_for(lambda: not left(family), 60)
 
