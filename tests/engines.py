@@ -153,7 +153,6 @@ def error_of_finish(handle, version: int) -> str:
     try:
         ray.get(handle.finish_weight_update.remote(version))
     except ray.exceptions.RayTaskError as error:
-        ray.get(handle.abandon_weight_update.remote())
         return str(error)
     return ""
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from megastep.sync.checksum import add, checksum
@@ -130,11 +131,12 @@ def test_an_update_without_one_expert_is_an_error_and_the_next_is_complete(
     rollouts.cluster.sync()
     rollouts.on_ranks(shake, 9)
     rollouts.fleet.pause()
-    forgotten = "layers.1.mlp.experts.5."
-    errors, _ = rollouts.on_ranks(send_incomplete, rollouts.fleet.serving(), forgotten)
+    engines = rollouts.fleet.serving()
+    errors, _ = rollouts.on_ranks(send_incomplete, engines, "layers.1.mlp.experts.5.")
     assert len(errors) == 2
     for error in errors:
         assert "weights are missing in 1 layers, such as model.layers.1.mlp" in error
+    ray.get([engine.abandon_weight_update.remote() for engine in engines])
     rollouts.cluster.sync()
     rollouts.on_ranks(export, tmp_path / "hf")
     prompts = some_tokens()
