@@ -166,7 +166,8 @@ class Bucket:
         return self.spans[-1][2]
 
     def span(self, rank: int) -> tuple[int, int]:
-        return next((start, end) for holder, start, end in self.spans if holder == rank)
+        """Empty if the rank sends nothing."""
+        return next(((start, end) for holder, start, end in self.spans if holder == rank), (0, 0))
 
     def chunk_bytes(self, workers: int) -> int:
         return _padded(-(-self.nbytes // workers))
@@ -188,7 +189,8 @@ def lay_out(shares: list[Share], arch: Architecture) -> Bucket:
                 shape = list(shapes[part.name])
                 parts.append([part.name, dtype, shape, list(tensor.shape), list(part.offset), end])
                 end += _padded(tensor.nbytes)
-        spans.append([rank, start, end])
+        if start < end:  # a shard may be vocabulary padding alone
+            spans.append([rank, start, end])
     return Bucket(parts, spans)
 
 
@@ -200,9 +202,8 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-def pack(tensors: list[Tensor], device: torch.device) -> Tensor:
+def pack(tensors: list[Tensor], nbytes: int, device: torch.device) -> Tensor:
     """A rank's bytes of a bucket: its parts in their order."""
-    nbytes = sum(_padded(tensor.nbytes) for tensor in tensors)
     message = torch.empty(nbytes, dtype=torch.uint8, device=device)
     start = 0
     for tensor in tensors:
@@ -230,9 +231,9 @@ def unpack(flat: Tensor, bucket: Bucket) -> list[tuple[str, Tensor]]:
 # ---------------------------------------------------------------- messages
 
 
-def send(communicator: Any, message: Tensor, bucket: Bucket, rank: int, ranks: int) -> None:
-    """Send a rank's bytes of the bucket to the workers whose chunks they are in."""
-    start, end = bucket.span(rank)
+def send(communicator: Any, message: Tensor, bucket: Bucket, ranks: int) -> None:
+    """Send this rank's bytes of the bucket to the workers whose chunks they are in."""
+    start, end = bucket.span(communicator.rank)
     workers = communicator.world_size - ranks
     chunk = bucket.chunk_bytes(workers)
     stream = torch.cuda.current_stream()

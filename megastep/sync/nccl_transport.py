@@ -64,8 +64,7 @@ class NcclTransport:
                 loading = executor.submit(self._load, engines)
             with self.group.watched():
                 for bucket, own in zip(self.buckets, self.own, strict=True):
-                    if own:
-                        self._send_bucket(bucket, own, sums)
+                    self._send_bucket(bucket, own, sums)
                 parallel.synchronize()
         if self.place.rank == 0:
             self.error = loading.exception()
@@ -84,8 +83,10 @@ class NcclTransport:
                 tensors.append(part.tensor)
                 if self.settings.verify:
                     add_checksum(sums, part, shapes[part.name])
-        message = nccl.pack(tensors, parallel.device())
-        nccl.send(self.communicator, message, bucket, self.place.rank, self.place.world)
+        start, end = bucket.span(self.place.rank)
+        if start < end:
+            message = nccl.pack(tensors, end - start, parallel.device())
+            nccl.send(self.communicator, message, bucket, self.place.world)
 
     def _must_repeat(self, engines: Engines) -> bool:
         """Whether the group was aborted and engines are left. The last one's error is raised on

@@ -570,6 +570,21 @@ def test_x8_a_weight_sync_must_fit_too(recipe, change, problem):
     assert any(line.startswith(problem) for line in problems), problems
 
 
+def test_x8_the_bytes_of_each_rank_in_a_weight_sync():
+    """Disaggregated ranks send their shares at the same time; colocated ones gather the model.
+    tests/sync compares such numbers with counted ones."""
+    plan = make_plan(load("configs/h100/qwen3-30b-a3b-disaggregated.yaml", has_cuda=True))
+    traffic = plan.sync_traffic
+    assert sum(traffic.sent) == traffic.by_worker == plan.sync_bytes
+    assert traffic.gathered == [0] * 8 and max(traffic.sent) < 1.05 * plan.sync_bytes / 8
+    # One adapter of 50 GB/s per rank, then NVLink of 450 GB/s among the workers of a node.
+    least_s = plan.sync_bytes / (8 * 50e9) + plan.sync_bytes / 450e9
+    assert least_s < traffic.seconds < 1.3 * least_s
+    assert "  a rank sends at most 7.3 GiB and receives 0.0; 0.33 s" in table.text(plan)
+    colocated = make_plan(load("configs/h100/qwen3-30b-a3b.yaml", has_cuda=True)).sync_traffic
+    assert all(s + g == plan.sync_bytes for s, g in zip(colocated.sent, colocated.gathered))
+
+
 def test_x8_a_teacher_counts_its_weights():
     recipe = "configs/h100/qwen3-8b.yaml"
     given = ["loss.type=distill", "loss.teacher=configs/models/qwen3-32b"]

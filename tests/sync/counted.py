@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megastep.config import Config
 from megastep.distributed import parallel
 from megastep.models.architecture import read_architecture
 from megastep.plan.model_states import model_states
@@ -19,11 +20,20 @@ from megastep.weights.mapping import HFSlice
 from tests import cases
 
 
-def planned(folder: Path, layout: dict, ranks: int, settings: dict | None = None) -> Traffic:
-    defaults = {"sync.bucket_mb": 1, "policy.ranks": ranks, "policy.precision": "fp32"}
-    config = cases.make_config(folder, layout, {**defaults, **(settings or {})})
+def config(folder: Path, layout: dict, ranks: int, colocate: bool = False) -> Config:
+    settings = {
+        "sync.bucket_mb": 1,
+        "policy.ranks": ranks,
+        "policy.precision": "fp32",
+        "cluster.colocate": colocate,
+    }
+    return cases.make_config(folder, layout, settings)
+
+
+def planned(folder: Path, layout: dict, ranks: int, colocate: bool = False) -> Traffic:
     arch = read_architecture(folder)
-    return sync_traffic(config, arch, model_states(config, arch))
+    plan = config(folder, layout, ranks, colocate)
+    return sync_traffic(plan, arch, model_states(plan, arch))
 
 
 # ---------------------------------------------------------------- on ranks

@@ -2,6 +2,11 @@
 
 import pytest
 
+from megastep.models.architecture import read_architecture
+from megastep.plan.model_states import model_states
+from megastep.plan.weight_sync import planned_holders
+from megastep.sync import nccl
+from megastep.sync.shares import divide
 from tests.sync import counted
 
 LAYOUTS = {
@@ -35,6 +40,20 @@ def test_d3_each_rank_copies_its_part_into_shared_memory(ranks, models, layout):
     for first in range(0, world, stage):
         of_stage = sent[first : first + stage]
         assert max(of_stage) < 1.1 * sum(of_stage) / stage, of_stage
+
+
+def test_d3_vocabulary_padding_is_not_sent(models):
+    """A shard that is padding alone has no place in a bucket."""
+    folder, _ = models("qwen3_moe", vocab_size=60)
+    config = counted.config(folder, dict(tensor=2), ranks=2)
+    arch = read_architecture(folder)
+    assert arch.padded_vocab == 128
+    holders = planned_holders(config, arch, model_states(config, arch))
+    buckets = [nccl.lay_out(shares, arch) for shares in divide(arch, holders, bucket_bytes=1)]
+    embedding = buckets[0]  # each parameter is one
+    assert [part[0] for part in embedding.parts] == ["model.embed_tokens.weight"]
+    assert embedding.spans == [[0, 0, 60 * arch.hidden * 4]]
+    assert embedding.span(1) == (0, 0)
 
 
 @pytest.mark.parametrize("model", ["qwen2_tied", "llama_biases", "llama"])

@@ -56,8 +56,7 @@ def test_d3_ranks_of_ipc_gather_as_many_bytes_as_planned(two_ranks, models):
     """All weights but their own: vLLM loads whole tensors on each GPU."""
     folder, _ = models("qwen3_moe", **LARGE)
     for degrees in TWO_RANKS.values():
-        settings = {"cluster.colocate": True}
-        plan = counted.planned(folder, degrees, 2, settings)
+        plan = counted.planned(folder, degrees, ranks=2, colocate=True)
         found = two_ranks.run(fake_gpus.ipc_sync, folder=folder, layout=degrees, bucket_mb=1)
         assert [rank["gathered"]["received"] for rank in found] == plan.gathered
         assert [rank["gathered"]["sent"] for rank in found] == plan.sent
