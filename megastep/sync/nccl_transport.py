@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 import torch.distributed as dist
+from ray.exceptions import RayTaskError
 
 from megastep.config import Config
 from megastep.distributed import parallel
@@ -94,7 +95,7 @@ class NcclTransport:
         outcome: list = [self.group.is_aborted, False, None]
         if self.place.rank == 0:
             outcome[2] = self.error and str(self.error)
-            if self.group.is_aborted:
+            if self.group.is_aborted and not self.error:
                 engines.group = None
                 engines.allow(engines.settings.health_timeout_s)
                 engines.call("abandon_weight_update")
@@ -122,9 +123,11 @@ class NcclTransport:
         if self.place.rank == 0:
             joining = self._join()
             engines.group = self.group
-            engines.init_weight_transfer_engine(
-                dict(address=host, port=port, members=members, ranks=world, first_worker=world)
-            )
+            info = dict(address=host, port=port, members=members, ranks=world, first_worker=world)
+            try:
+                engines.init_weight_transfer_engine(info)
+            except RayTaskError as error:
+                self.error = error
         else:
             host, port, members = offer[0]
             self.group = nccl.Group(host, port, self.place.rank, members)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ray.exceptions import RayActorError, RayTaskError
 
 from megastep.distributed import parallel
+from megastep.errors import SyncError
 from megastep.sync import engines as engines_module
 from megastep.sync import nccl_transport
 from megastep.sync.sender import Sender
@@ -407,6 +408,20 @@ def nccl_syncs(folder, layout: dict, lost: int, message: int, trouble: str) -> d
         second=[engine.worker.version for engine in engines],
         groups=Communicator.sizes,
     )
+
+
+def nccl_error(folder, layout: dict, message: int) -> str:
+    """Of this rank, in a weight sync to one engine that fails at a message."""
+    worker = cases.make_worker(folder, layout, {"sync.bucket_mb": 1})
+    engines, _ = nccl_engines(1)
+    with nccl():
+        Communicator.trouble = cause("fails", engines[0], parallel.place().world, message)
+        sender = Sender(worker.chunks, worker.arch, worker.config, "nccl")
+        try:
+            sender.send(engines, version=1)
+        except SyncError as error:
+            return str(error)
+    return ""
 
 
 def cause(trouble: str, engine: Engine, member: int, message: int) -> Callable[[int, int], None]:

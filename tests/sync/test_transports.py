@@ -86,3 +86,15 @@ def test_d3_an_engine_lost_while_the_group_forms_does_not_block_the_ranks(two_ra
     result, _ = two_ranks.run(fake_gpus.nccl_syncs, **arguments)
     assert result["dead"] == [True] * 3 and result["versions"] == [None] * 3
     assert result["seconds"] < 50, result
+
+
+@pytest.mark.parametrize("message", [0, 2])
+def test_d3_the_error_of_the_last_engine_ends_the_sync_on_all_ranks(two_ranks, models, message):
+    """Message 0: while the group forms. No rank waits for another."""
+    folder, _ = models("qwen3_moe", **LARGE)
+    arguments = dict(folder=folder, layout=dict(tensor=2), message=message)
+    errors = two_ranks.run(fake_gpus.nccl_error, **arguments)
+    assert len(errors) == 2
+    for error in errors:
+        assert error.startswith("no engine could load the weights: ")
+        assert "no memory for a layer" in error
