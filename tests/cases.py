@@ -461,12 +461,12 @@ def bucket_sizes(folder, settings: dict) -> list[int]:
     """Bytes of the shared-memory buckets of a weight sync."""
     from types import SimpleNamespace
 
-    from megastep.sync.sender import Sender, ShmTransport
+    from megastep.sync.shm_transport import ShmTransport
 
     worker = make_worker(folder, {}, settings)
-    sender = Sender(worker.chunks, worker.arch, worker.config, "shm")
     engines = SimpleNamespace(init_weight_transfer_engine=lambda info: None)
-    return [bucket.nbytes for bucket in ShmTransport(sender, engines).buckets]
+    transport = ShmTransport(worker.chunks, worker.arch, worker.config, engines)
+    return [bucket.nbytes for bucket in transport.buckets]
 
 
 def order_of_a_gather(folder, layout: dict) -> str:

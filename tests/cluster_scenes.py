@@ -9,7 +9,7 @@ import ray
 from megastep.cluster import Cluster
 from megastep.config import Config
 from megastep.errors import ClusterError
-from tests.engines import Rollouts, abandon_a_sync, export, shake
+from tests.engines import Rollouts, abandon_a_sync, export, send_incomplete, shake
 from tests.models import some_tokens
 
 
@@ -39,6 +39,13 @@ def received(cluster: Cluster) -> list[dict[str, int]]:
     return ray.get(engine.received_checksums.remote())
 
 
+def incomplete(cluster: Cluster) -> list[str]:
+    """The engine's error after a weight sync without an expert."""
+    engines = cluster.engines.serving()
+    (errors,) = Rollouts(cluster).on_ranks(send_incomplete, engines, "layers.1.mlp.experts.5.")
+    return errors
+
+
 def main(scene: str, folder: str) -> None:
     config = small(folder)
     results = sys.stdout
@@ -58,6 +65,7 @@ def main(scene: str, folder: str) -> None:
                 print(json.dumps(sync_and_generate(cluster, folder)), file=results, flush=True)
             if scene == "sharded":
                 print(json.dumps(received(cluster)), file=results, flush=True)
+                print(json.dumps(incomplete(cluster)), file=results, flush=True)
                 return
             print("up", file=results, flush=True)
             time.sleep(600)

@@ -107,7 +107,8 @@ def abandon_a_sync(rank, handles) -> None:
     import torch.distributed as dist
 
     from megastep.distributed import parallel
-    from megastep.sync.sender import Engines, _describe
+    from megastep.sync.engines import Engines
+    from megastep.sync.shm_transport import _describe
 
     transport = rank.sender._transport
     engines = Engines(handles, rank.worker.step, rank.config.engine, rank.config.sync.timeout_s)
@@ -120,6 +121,40 @@ def abandon_a_sync(rank, handles) -> None:
         engines.call("update_weights", _describe(bucket, 0))
         engines.call("abandon_weight_update")
     dist.barrier()
+
+
+def send_incomplete(rank, handles, forgotten: str) -> list[str]:
+    """Send all weights except those whose name contains `forgotten`; returns, on rank 0, the error
+    of each engine."""
+    import torch.distributed as dist
+
+    from megastep.distributed import parallel
+    from megastep.sync.engines import Engines
+    from megastep.sync.shm_transport import _describe
+
+    transport = rank.sender._transport
+    engines = Engines(handles, rank.worker.step, rank.config.engine, rank.config.sync.timeout_s)
+    is_first = parallel.place().rank == 0
+    if is_first:
+        engines.start_weight_update()
+    for bucket in transport.buckets:
+        transport._fill(bucket, 0, {})
+        dist.barrier()
+        if is_first:
+            described = _describe(bucket, 0)
+            kept = [i for i, name in enumerate(described["names"]) if forgotten not in name]
+            columns = {key: [column[i] for i in kept] for key, column in described.items()}
+            engines.update_weights(columns)
+        dist.barrier()
+    return [error_of_finish(handle, rank.worker.step) for handle in handles] if is_first else []
+
+
+def error_of_finish(handle, version: int) -> str:
+    try:
+        ray.get(handle.finish_weight_update.remote(version))
+    except ray.exceptions.RayTaskError as error:
+        return str(error)
+    return ""
 
 
 def corrupt_next_sync(rank) -> None:

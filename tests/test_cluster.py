@@ -104,17 +104,19 @@ def test_a_cluster_that_is_too_small_fails_early(models):
 
 def test_d3_a_weight_sync_reaches_both_workers_of_an_engine(models):
     """engine.tensor_parallel = 2 in the placement group of a policy rank: vLLM must not choose its
-    Ray executor. Greedy tokens are those of transformers, both workers have every checksum."""
+    Ray executor. Greedy tokens are those of transformers, both workers have every checksum. Their
+    experts are loaded by vLLM: an update without one of them is an error."""
     folder = models("qwen3_moe")[0]
     process = scene("sharded", folder)
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors[-3000:]
-    tokens, received = map(json.loads, output.splitlines())
+    tokens, received, (error,) = map(json.loads, output.splitlines())
     assert tokens == greedy_with_transformers(f"{folder}-synced", some_tokens())[0]
     first, second = received
     assert first == second and len(first) == 3 + 4 * (
         8 + 1 + 8 * 3
     )  # layers: dense, router, experts
+    assert "weights are missing in 1 layers, such as model.layers.1.mlp" in error
 
 
 def test_nothing_is_left_behind(models):

@@ -11,6 +11,7 @@ from megastep.config.loading import folders, load, load_with_sources, to_yaml
 from megastep.config.megatron import REJECTED as REJECTED_MEGATRON
 from megastep.config.schema import (
     GPU_BACKENDS,
+    RANKS_TIMEOUT_S,
     AdvantageConfig,
     AsyncConfig,
     CheckpointConfig,
@@ -38,6 +39,7 @@ from megastep.config.schema import (
 
 __all__ = [
     "GPU_BACKENDS",
+    "RANKS_TIMEOUT_S",
     "REJECTED_MEGATRON",
     "AdvantageConfig",
     "AsyncConfig",

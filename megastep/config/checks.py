@@ -23,6 +23,7 @@ from megastep.config.schema import (
     FP8_RECIPES,
     GPU_BACKENDS,
     INT_LIMIT,
+    RANKS_TIMEOUT_S,
     AdvantageConfig,
     Config,
     EngineConfig,
@@ -69,6 +70,7 @@ def validate(
     _check_loss(config.loss, problems)
     _check_run(config, problems)
     _check_cluster(config, problems)
+    _check_sync(config, problems)
     try:
         arch = read_architecture(config.model.path)
     except ArchitectureError as error:
@@ -451,6 +453,18 @@ def _check_cluster(config: Config, problems: _Problems) -> None:
         )
     if problems.of_this_machine:
         _check_memory(config, problems)
+
+
+def _check_sync(config: Config, problems: _Problems) -> None:
+    """The ranks wait for rank 0 while it waits for engines (sync/engines.py)."""
+    after_abort = 2 * config.engine.health_timeout_s
+    problems.check(
+        config.sync.timeout_s + after_abort < RANKS_TIMEOUT_S,
+        "sync.timeout_s",
+        config.sync.timeout_s,
+        f"with two of engine.health_timeout_s = {config.engine.health_timeout_s:g} it must be less "
+        f"than the {RANKS_TIMEOUT_S} s that ranks wait for each other",
+    )
 
 
 def _check_memory(config: Config, problems: _Problems) -> None:

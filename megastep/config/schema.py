@@ -23,6 +23,8 @@ FLOAT_LIMIT = 1e9
 SECONDS = 10_000_000  # 115 days; waiting primitives overflow beyond
 RANKS = 16_384
 
+RANKS_TIMEOUT_S = 600  # a collective call of the policy's ranks that takes longer ends the run
+
 
 def setting(
     default: Any = MISSING,
@@ -279,10 +281,9 @@ class SyncConfig:
     verify: bool = setting(False, "compare checksums on both sides")
     timeout_s: int = setting(
         300,
-        "time limit of the engines' part in a transfer; engines beyond it are restarted",
+        "time limit of all waits for engines in a transfer; engines beyond it are restarted",
         gt=0,
-        # Ranks wait for it in a barrier of 600 s (distributed/parallel.py).
-        limit=500,
+        limit=SECONDS,
     )
 
     def backend_for(self, has_gpu: bool, colocate: bool) -> str:

@@ -18,7 +18,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megastep.config import ParallelConfig
+from megastep.config import RANKS_TIMEOUT_S, ParallelConfig
 from megastep.distributed import cpu
 from megastep.distributed.ports import listen
 
@@ -50,7 +50,7 @@ def start(
     world: int,
     address: str,
     listener: socket.socket | None = None,
-    timeout_s: int = 600,
+    timeout_s: int = RANKS_TIMEOUT_S,
 ) -> None:
     """Join the process group and create Megatron's groups. nccl with CUDA, gloo without.
 

@@ -19,7 +19,13 @@ from megastep.config import Config
 from megastep.models.architecture import Architecture, read_architecture
 from megastep.plan.activations import Layer, head_bytes
 from megastep.plan.model_states import ModelStates, model_states
-from megastep.plan.weight_sync import SyncMemory, sync_memory
+from megastep.plan.weight_sync import (
+    GPUS_PER_NODE,
+    SyncMemory,
+    Traffic,
+    sync_memory,
+    sync_traffic,
+)
 from megastep.policy.megatron_settings import supports_deepep
 from megastep.policy.model import PRECISIONS
 from megastep.weights.mapping import param_mappings
@@ -29,7 +35,6 @@ H100_GIB = 79.6
 RESERVE_GIB = 6.0
 ENGINE_WORK_GIB = 4.0
 ASLEEP_GIB = 1.0
-GPUS_PER_NODE = 8  # that NVLink connects
 # Tokens that a channel of DeepEP receives at once from a rank.
 DEEPEP_TOKENS = 256
 DEEPEP_TOKENS_ACROSS_NODES = 720  # the largest of its configurations
@@ -115,13 +120,12 @@ class Plan:
 
     def weight_sync_bytes(self, stage: Stage) -> int:
         """Of a GPU of this stage, during a weight sync; a colocated engine has no KV cache then."""
-        sent = self.sync.rank_0 if stage.number == 0 else self.sync.every_rank
         if self.config.cluster.colocate:
             policy = stage.states.weights + stage.teacher + stage.optimizer_in_rollout
             engine = ASLEEP_GIB * GIB + self.engine.weights + self.sync.engine
-            return int(policy + stage.extras + sent + engine + RESERVE_GIB * GIB)
+            return int(policy + stage.extras + self.sync.rank + engine + RESERVE_GIB * GIB)
         policy = stage.states.weights + stage.states.gradients + stage.optimizer + stage.teacher
-        return int(policy + stage.extras + sent + RESERVE_GIB * GIB)
+        return int(policy + stage.extras + self.sync.rank + RESERVE_GIB * GIB)
 
     @property
     def engine_sync_bytes(self) -> int:
@@ -220,6 +224,10 @@ class Plan:
     def sync_bytes(self) -> int:
         """Of one weight sync, per engine."""
         return self.parameters * PRECISIONS[self.config.policy.precision].itemsize
+
+    @functools.cached_property
+    def sync_traffic(self) -> Traffic:
+        return sync_traffic(self.config, self.arch, [stage.states for stage in self.stages])
 
     @property
     def batch_tokens(self) -> int:

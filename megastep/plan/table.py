@@ -142,6 +142,7 @@ def _batch(plan: Plan) -> list[str]:
         f"an optimizer step: {plan.micro_batches} micro-batches per rank, "
         f"pipeline bubble {plan.bubble:.0%}",
         _weight_sync(plan),
+        _sync_traffic(plan),
     ]
     if plan.routing_bytes:
         lines.append(f"routing of a batch: {gib(plan.routing_bytes)} GiB")
@@ -156,6 +157,15 @@ def _weight_sync(plan: Plan) -> str:
             f"{plan.config.sync.bucket_mb}, largest tensor {gib(plan.sync.largest_tensor)} GiB)"
         )
     return f"{line}; {gib(plan.sync.engine)} GiB more on its GPUs meanwhile"
+
+
+def _sync_traffic(plan: Plan) -> str:
+    """By the rank with the most bytes."""
+    traffic = plan.sync_traffic
+    return (
+        f"  a rank sends at most {gib(max(traffic.sent))} GiB and receives "
+        f"{gib(max(traffic.gathered))}; {traffic.seconds:.2g} s at the nominal rates of the links"
+    )
 
 
 def _verdict(plan: Plan) -> list[str]:

@@ -1,7 +1,7 @@
 """The engine side of a weight sync: backends for vLLM's weight-transfer registry.
 
     megastep_shm     from a segment of shared memory, bucket by bucket
-    megastep_nccl    vLLM's `nccl` with CheckedReload; not run on a GPU yet
+    megastep_nccl    from all of the policy's ranks over NCCL; not run on a GPU yet
     megastep_ipc     vLLM's `ipc` with CheckedReload; not run on a GPU yet
 
 Imported by vLLM's processes only.
@@ -20,11 +20,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-from vllm.distributed.weight_transfer.nccl_engine import (
-    NCCLWeightTransferEngine,
-    NCCLWeightTransferInitInfo,
-    NCCLWeightTransferUpdateInfo,
-)
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
@@ -53,6 +49,7 @@ class CheckedReload:
 
     def start_weight_update(self) -> None:
         self.checksums: dict[str, int] = {}
+        self._names: set[str] = set()  # received
         self._packed: list[PackedExperts] = []
         self._kernels: list[tuple[Any, Any]] = []
         initialize_layerwise_reload(self.model)
@@ -79,6 +76,11 @@ class CheckedReload:
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         weights = list(weights)
+        for name, _ in weights:
+            if name in self._names:
+                # vLLM counts elements: a layer would be complete without some of its experts.
+                raise ValueError(f"{name} was received twice")
+            self._names.add(name)
         if self.vllm_config.additional_config["sync_verify"]:
             self.checksums.update((name, checksum(tensor)) for name, tensor in weights)
         return self._load_weights(weights)
@@ -89,11 +91,11 @@ class CheckedReload:
         missing = [
             name
             for name, layer in self.model.named_modules()
-            if layer is not head and _received_nothing(layer)
+            if layer is not head and (_received_nothing(layer) or _lacks_experts(layer))
         ]
         missing += [experts.layer.layer_name for experts in self._packed if not experts.finish()]
         if missing:  # vLLM would only log it and keep the stale weights
-            raise ValueError(f"no weights for {len(missing)} layers, such as {missing[0]}")
+            raise ValueError(f"weights are missing in {len(missing)} layers, such as {missing[0]}")
         finalize_layerwise_reload(self.model, self.model_config)
         if head is not None and self.device.type == "cpu":
             # It keeps a packed copy of the embedding.
@@ -109,6 +111,21 @@ def _received_nothing(layer: torch.nn.Module) -> bool:
     info = get_layerwise_info(layer)
     has_parameters = any(True for _ in layer.parameters(recurse=False))
     return info.can_load() and info.load_numel == 0 and has_parameters
+
+
+def _lacks_experts(layer: torch.nn.Module) -> bool:
+    """Whether a layer that is incomplete by its elements lacks experts.
+
+    vLLM takes the difference for padding, and would leave them uninitialized.
+    """
+    info = get_layerwise_info(layer)
+    if not info.can_load() or not isinstance(layer, RoutedExperts):
+        return False
+    received = {
+        (bound.arguments["shard_id"], bound.arguments["expert_id"])
+        for _, bound in info.loaded_weights
+    }
+    return len(received) < 3 * layer.moe_config.num_experts  # gate, up and down projection
 
 
 # ---------------------------------------------------------------- experts on a CPU
@@ -244,32 +261,52 @@ class ShmReceiver(CheckedReload, WeightTransferEngine[ShmInit, ShmBucket]):
         self._memory = None
 
 
-class NcclReceiver(CheckedReload, NCCLWeightTransferEngine):
-    _watch: nccl.Watch
+@dataclass
+class NcclInit(WeightTransferInitInfo):
+    address: str  # of the group's store
+    port: int
+    members: int
+    ranks: int  # of the policy; the first members
+    first_worker: int  # the member that is this engine's first worker
 
-    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        if self.model_update_group is not None:
-            self.model_update_group.destroy()  # vLLM would keep its GPU memory
-        super().init_transfer_engine(init_info)
 
-    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Returns early, without an error, if rank 0 aborts the group.
+@dataclass
+class NcclUpdate(WeightTransferUpdateInfo):
+    buckets: list[dict]  # nccl.Bucket, as dictionaries
 
-        vLLM's executor reads only the first worker's error and would take those of the others for
-        answers to its next calls.
-        """
-        self._watch = nccl.Watch(self.model_update_group)
-        with self._watch.running():
-            try:
-                super().receive_weights(update_info)
-            except RuntimeError:  # the abort interrupted a call of NCCL
-                if not self._watch.is_aborted:
-                    raise
 
-    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        if self._watch.is_aborted:
-            return set()  # nothing was received
-        return super()._load(weights)
+class NcclReceiver(CheckedReload, WeightTransferEngine[NcclInit, NcclUpdate]):
+    """Everything is on the current stream: a buffer is reused when its tensors have been loaded."""
+
+    init_info_cls = NcclInit
+    update_info_cls = NcclUpdate
+    _group: nccl.Group | None = None
+
+    def init_transfer_engine(self, init_info: NcclInit) -> None:
+        self.shutdown()
+        parallel = self.parallel_config
+        own = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        member = init_info.first_worker + own
+        self._ranks = init_info.ranks
+        self._group = nccl.Group(init_info.address, init_info.port, member, init_info.members)
+        self._all = self._group.join(self.device)
+        self._workers = self._group.join_workers(self._ranks, self.device)
+
+    def receive_weights(self, update_info: NcclUpdate) -> None:
+        """Returns early, without an error, if rank 0 aborts the group."""
+        assert self._group is not None
+        with self._group.watched():
+            for description in update_info.buckets:
+                bucket = nccl.Bucket(**description)
+                flat = nccl.receive(self._all, self._workers, bucket, self._ranks, self.device)
+                if self._group.is_aborted:
+                    return
+                self.model.load_weights(nccl.unpack(flat, bucket))
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
 
 
 class IpcReceiver(CheckedReload, IPCWeightTransferEngine):

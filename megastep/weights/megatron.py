@@ -5,7 +5,7 @@ by bucket: each rank broadcasts its shards of a bucket in one message.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -81,14 +81,14 @@ def export_hf(
 def gather_hf(chunks: list, arch: Architecture, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
     """The whole model as HF tensors, one at a time, on every rank. Collective.
 
-    vLLM's nccl sender resumes the iterator under one CUDA stream or another and reads each tensor
-    there. So all work of a bucket is complete before its first tensor is read, and all reads are
-    before its memory is released. Memory: two buckets, one of shards and one of HF tensors.
+    The caller may read on any CUDA stream: all work of a bucket is complete before its first tensor
+    is read, and all reads are before its memory is released. Memory: two buckets, one of shards and
+    one of HF tensors.
     """
     local = local_shards(chunks, arch)
     holders = find_holders(local)
     parallel.synchronize()  # the optimizer wrote the weights on its own stream
-    for bucket in buckets_of(arch, holders, bucket_bytes):
+    for bucket in buckets_of(param_mappings(arch).values(), holders, bucket_bytes):
         tensors = _gather_bucket(bucket, local, holders, arch)
         parallel.synchronize()
         yield from tensors
@@ -158,12 +158,12 @@ def shard_holders(mapping: ParamMapping, holders: Holders) -> list[list[Holder]]
 
 
 def buckets_of(
-    arch: Architecture, holders: Holders, bucket_bytes: int
+    mappings: Iterable[ParamMapping], holders: Holders, bucket_bytes: int
 ) -> Iterator[list[ParamMapping]]:
-    """Parameters in order of depth, in buckets of at most `bucket_bytes`; a larger one is alone."""
+    """Consecutive parameters in buckets of at most `bucket_bytes`; a larger one is alone."""
     bucket: list[ParamMapping] = []
     size = 0
-    for mapping in param_mappings(arch).values():
+    for mapping in mappings:
         if mapping.is_copy:
             continue
         nbytes = sum(replicas[0].nbytes for replicas in shard_holders(mapping, holders))

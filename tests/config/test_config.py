@@ -372,6 +372,15 @@ def test_colocated_engines_cannot_be_asynchronous():
             "sync.backend=ipc",
             "sync.backend = ipc: shares memory of one GPU; needs cluster.colocate=true",
         ),
+        (
+            "sync.timeout_s=480",
+            "sync.timeout_s = 480: with two of engine.health_timeout_s = 60 it must be less than "
+            "the 600 s that ranks wait for each other",
+        ),
+        (
+            "engine.health_timeout_s=150",
+            "sync.timeout_s = 300: with two of engine.health_timeout_s = 150 it must be less",
+        ),
         ("cluster.cpus_per_process=-1", "cluster.cpus_per_process = -1.0: must be more than 0"),
         ("model.path=nowhere", "model.path: nowhere: no such folder"),
         ("rollout.mode=text", "rollout.mode = text: must be one of tokens, chat"),

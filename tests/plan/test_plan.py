@@ -558,8 +558,8 @@ def test_x8_vllm_keeps_the_experts_of_a_layer_during_a_weight_sync():
         ("qwen3-8b", "sync.bucket_mb=20000", "weight sync on stage 1: buffers of 19.5 GiB and 2.3"),
         (
             "qwen3-235b-a22b-disaggregated",
-            "engine.gpu_memory_utilization=0.95",
-            "weight sync: engine.gpu_memory_utilization = 0.95 leaves no room for 9.7 GiB",
+            "engine.gpu_memory_utilization=0.97",
+            "weight sync: engine.gpu_memory_utilization = 0.97 leaves no room for 7.4 GiB",
         ),
     ],
 )
@@ -568,6 +568,21 @@ def test_x8_a_weight_sync_must_fit_too(recipe, change, problem):
     assert not make_plan(load(path, has_cuda=True)).problems()
     problems = make_plan(load(path, [change], has_cuda=True)).problems()
     assert any(line.startswith(problem) for line in problems), problems
+
+
+def test_x8_the_bytes_of_each_rank_in_a_weight_sync():
+    """Disaggregated ranks send their shares at the same time; colocated ones gather the model.
+    tests/sync compares such numbers with counted ones."""
+    plan = make_plan(load("configs/h100/qwen3-30b-a3b-disaggregated.yaml", has_cuda=True))
+    traffic = plan.sync_traffic
+    assert sum(traffic.sent) == traffic.by_worker == plan.sync_bytes
+    assert traffic.gathered == [0] * 8 and max(traffic.sent) < 1.05 * plan.sync_bytes / 8
+    # One adapter of 50 GB/s per rank, then NVLink of 450 GB/s among the workers of a node.
+    least_s = plan.sync_bytes / (8 * 50e9) + plan.sync_bytes / 450e9
+    assert least_s < traffic.seconds < 1.3 * least_s
+    assert "  a rank sends at most 7.3 GiB and receives 0.0; 0.33 s" in table.text(plan)
+    colocated = make_plan(load("configs/h100/qwen3-30b-a3b.yaml", has_cuda=True)).sync_traffic
+    assert all(s + g == plan.sync_bytes for s, g in zip(colocated.sent, colocated.gathered))
 
 
 def test_x8_a_teacher_counts_its_weights():

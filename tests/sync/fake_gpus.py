@@ -1,12 +1,13 @@
-"""vLLM's ipc and nccl senders, run by ranks on a CPU: engines, GPUs and NCCL are fakes.
+"""Weight syncs of GPUs, run by ranks on a CPU: engines, GPUs and NCCL are fakes.
 
-vLLM's code is real on both sides (senders, packing, receivers, StatelessProcessGroup with its
-store), and so are Megatron and the ranks. Engines are threads of rank 0, behind the few functions
-of Ray that a weight sync calls.
+vLLM's code is real (ipc's sender, the base of the receivers, StatelessProcessGroup with its store),
+and so are Megatron, the ranks, and our side of both. Engines are threads of rank 0, behind the few
+functions of Ray that a weight sync calls. NCCL's messages go through the store.
 """
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager, nullcontext
@@ -16,12 +17,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from megastep.distributed import parallel
-from megastep.sync import sender as sender_module
+from megastep.errors import SyncError
+from megastep.sync import engines as engines_module
+from megastep.sync import nccl_transport
 from megastep.sync.sender import Sender
 from tests import cases
+from tests.sync.counted import gathers, same
 
 
 @contextmanager
@@ -108,7 +112,7 @@ class Engine:
             result = getattr(self.worker, method)(*arguments)
         except Exception as error:
             if not self.is_dead.is_set():
-                reference.set_exception(error)
+                reference.set_exception(RayTaskError(method, repr(error), error))
         else:
             if not self.is_dead.is_set():
                 reference.set_result(result)
@@ -146,17 +150,19 @@ class IpcWorker:
 
 
 def ipc_sync(folder, layout: dict, bucket_mb: int) -> dict:
-    """On rank 0: the size of the buffer and what an engine received."""
+    """Bytes gathered; on rank 0 also the size of the buffer and what an engine received."""
     worker = cases.make_worker(folder, layout, {"sync.bucket_mb": bucket_mb})
     engine = Engine(0, IpcWorker())
-    with mock.patch.object(sender_module, "ray", Ray), gpus():
+    gathered: Counter[str] = Counter()
+    with mock.patch.object(engines_module, "ray", Ray), gpus(), gathers(gathered):
         sender = Sender(worker.chunks, worker.arch, worker.config, "ipc")
         sender.send([engine], version=7)
     expected = {name: tensor.clone() for name, tensor in worker.hf_tensors()}
     if parallel.place().rank != 0:
-        return {}
+        return dict(gathered=gathered)
     received = engine.worker.received
     return dict(
+        gathered=gathered,
         buffer=engine.worker.buffer_bytes,
         version=engine.worker.version,
         largest=max(tensor.nbytes for tensor in expected.values()),
@@ -164,74 +170,97 @@ def ipc_sync(folder, layout: dict, bucket_mb: int) -> dict:
     )
 
 
-def same(received: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return received.keys() == expected.keys() and all(
-        torch.equal(tensor, expected[name]) for name, tensor in received.items()
-    )
-
-
 # ---------------------------------------------------------------- nccl
 
 
-class Wire:
-    """What the communicators of a group share: one message at a time, for all members."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.joined: set[int] = set()
-        self.sent: list[torch.Tensor] = []
-        self.received: dict[int, int] = {}  # messages by rank
-
-
 class Communicator:
-    """vLLM's PyNcclCommunicator. As NCCL, it waits for all members until it is aborted."""
+    """vLLM's PyNcclCommunicator. As NCCL, it waits for its peers until it is aborted."""
 
-    wires: dict[str, Wire] = {}
     sizes: list[int]  # of the groups formed, on rank 0
-    trouble: Callable[[int, int], None]  # (rank in the group, message): what happens to a member
+    sent: Counter[int]  # bytes, by member of the group
+    received: Counter[int]
+    trouble: Callable[[int, int], None]  # (member, message): what happens to a worker
 
     def __init__(self, group, device, library_path=None):
         self.group = group
         self.rank = group.rank
         self.world_size = group.world_size
-        self.disabled = False
-        name = group.broadcast_obj(f"wire-{time.monotonic_ns()}", src=0)
-        self.wire = self.wires.setdefault(name, Wire())
-        Communicator.trouble(self.rank, 0)
-        self._change(lambda: self.wire.joined.add(self.rank))
-        self._until(lambda: len(self.wire.joined) == self.world_size)
-        if self.rank == 0:
-            self.sizes.append(self.world_size)
-
-    def broadcast(self, tensor: torch.Tensor, src: int, stream=None) -> None:
+        self.disabled = self.world_size == 1
+        self._messages: Counter[tuple] = Counter()
+        self._operations: list[tuple] = []
+        self._is_of_workers = isinstance(group.store, dist.PrefixStore)
         if self.disabled:
             return
-        if self.rank == 0:
-            self._change(lambda: self.wire.sent.append(tensor.clone()))
-            number = len(self.wire.sent)
-            members = range(1, self.world_size)
-            self._until(lambda: all(self.wire.received.get(r, 0) >= number for r in members))
+        self._happen(0)
+        self._put(f"joined/{self.rank}", b"1")
+        for member in range(self.world_size):
+            self._until(f"joined/{member}")
+        if self.rank == 0 and not self._is_of_workers:
+            self.sizes.append(self.world_size)
+
+    def group_start(self) -> None:
+        self._operations = []
+
+    def send(self, tensor: torch.Tensor, dst: int, stream=None) -> None:
+        self._operations.append(("send", tensor, self._key(self.rank, dst)))
+
+    def recv(self, tensor: torch.Tensor, src: int, stream=None) -> None:
+        self._operations.append(("recv", tensor, self._key(src, self.rank)))
+
+    def group_end(self) -> None:
+        """Everything is sent before anything is awaited."""
+        if self.disabled:
             return
-        number = self.wire.received.get(self.rank, 0) + 1
-        Communicator.trouble(self.rank, number)
-        self._until(lambda: len(self.wire.sent) >= number)
-        tensor.copy_(self.wire.sent[number - 1])
-        self._change(lambda: self.wire.received.update({self.rank: number}))
+        self._messages["groups"] += 1
+        self._happen(self._messages["groups"])
+        for kind, tensor, key in self._operations:
+            if kind == "send":
+                self._put(key, tensor.numpy().tobytes())
+                self.sent[self.rank] += tensor.nbytes
+        for kind, tensor, key in self._operations:
+            if kind == "recv":
+                self._take(key, tensor)
+                self._put(f"{key}/arrived", b"1")
+            else:
+                self._until(f"{key}/arrived")
+
+    def all_gather(self, output: torch.Tensor, own: torch.Tensor, stream=None) -> None:
+        if self.disabled:
+            return
+        self._messages["gathers"] += 1
+        number = self._messages["gathers"]
+        self._put(f"gather/{number}/{self.rank}", own.numpy().tobytes())
+        for member, chunk in enumerate(output.split(len(own))):
+            if member != self.rank:
+                self._take(f"gather/{number}/{member}", chunk)
 
     def destroy(self) -> None:
         self.disabled = True
-        self._change(lambda: None)
 
-    def _change(self, change: Callable[[], Any]) -> None:
-        with self.wire.changed:
-            change()
-            self.wire.changed.notify_all()
+    def _key(self, source: int, target: int) -> str:
+        self._messages[source, target] += 1
+        return f"{source}/{target}/{self._messages[source, target]}"
 
-    def _until(self, condition: Callable[[], bool]) -> None:
-        with self.wire.changed:
-            self.wire.changed.wait_for(lambda: self.disabled or condition())
-        if self.disabled:
-            raise RuntimeError("NCCL error: unhandled system error")  # of an interrupted call
+    def _happen(self, message: int) -> None:
+        if not self._is_of_workers:
+            Communicator.trouble(self.rank, message)
+
+    def _put(self, key: str, value: bytes) -> None:
+        self.group.store.set(key, value)
+
+    def _take(self, key: str, target: torch.Tensor) -> None:
+        self._until(key)
+        value = bytearray(self.group.store.get(key))
+        target.copy_(torch.frombuffer(value, dtype=torch.uint8))
+        if not self._is_of_workers:
+            self.group.store.delete_key(key)
+            self.received[self.rank] += len(value)
+
+    def _until(self, key: str) -> None:
+        while not self.group.store.check([key]):
+            if self.disabled:
+                raise RuntimeError("NCCL error: unhandled system error")  # of an interrupted call
+            time.sleep(0.002)
 
 
 def nccl_worker(received: dict[str, torch.Tensor]) -> Any:
@@ -251,7 +280,7 @@ def nccl_worker(received: dict[str, torch.Tensor]) -> Any:
             config = SimpleNamespace(
                 parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0),
                 model_config=SimpleNamespace(hf_text_config=text),
-                additional_config={"sync_verify": False},
+                additional_config={"sync_verify": True},
             )
             device = torch.device("cpu")
             self.weight_transfer_engine: Any = NcclReceiver(None, config, device, Model())
@@ -274,28 +303,89 @@ def nccl_worker(received: dict[str, torch.Tensor]) -> Any:
             self._weight_update_active = False
             self.version = version
 
+        def received_checksums(self) -> list[dict[str, int]]:  # as Engine, by worker
+            return [super().received_checksums()]
+
     return Worker()
 
 
-def nccl_syncs(folder, layout: dict, lost: int, message: int, hangs: bool) -> dict:
-    """Two weight syncs to three engines, of which `lost` dies or hangs in the first one, at a
-    message; message 0: when the group forms. On rank 0: what became of them."""
-    settings = {
-        "sync.bucket_mb": 1,
-        "sync.timeout_s": 3 if hangs else 60,
-        "engine.health_timeout_s": 10,
-    }
-    worker = cases.make_worker(folder, layout, settings)
-    received: list[dict[str, torch.Tensor]] = [{}, {}, {}]
-    is_sender = parallel.place().rank == 0  # other ranks know the ids of engines only
-    engines = [Engine(i, nccl_worker(received[i]) if is_sender else None) for i in range(3)]
+def load_twice() -> str:
+    """The error of a receiver that is given a tensor again in one update."""
+    receiver = nccl_worker({}).weight_transfer_engine
+    weights = [("model.norm.weight", torch.ones(4))]
+    for _ in range(2):  # in another update it is new
+        receiver.start_weight_update()
+        receiver.model.load_weights(weights)
+        try:
+            receiver.model.load_weights(weights)
+        except ValueError as error:
+            problem = str(error)
+        receiver.abandon_weight_update()
+    return problem
+
+
+@contextmanager
+def nccl() -> Iterator[None]:
+    Communicator.sizes = []
+    Communicator.sent = Counter()
+    Communicator.received = Counter()
+    Communicator.trouble = lambda member, message: None
     with (
-        mock.patch.object(sender_module, "ray", Ray),
+        mock.patch.object(engines_module, "ray", Ray),
+        mock.patch.object(nccl_transport, "ray", Ray),
         mock.patch("vllm.distributed.device_communicators.pynccl.PyNcclCommunicator", Communicator),
         gpus(),
     ):
-        Communicator.sizes = []
-        Communicator.trouble = trouble(engines[lost], lost + 1, message, hangs)
+        yield
+
+
+def nccl_engines(count: int) -> tuple[list[Engine], list[dict[str, torch.Tensor]]]:
+    """Engines, and what they receive; ranks other than 0 know the ids of engines only."""
+    received: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+    is_first = parallel.place().rank == 0
+    engines = [Engine(i, nccl_worker(received[i]) if is_first else None) for i in range(count)]
+    return engines, received
+
+
+def nccl_bytes(folder, layout: dict, engines: int) -> dict:
+    """Of a weight sync: bytes that this rank sent to engines, that it had sent when it waited for
+    its GPU, and that it gathered; on rank 0 also whether all engines have the weights."""
+    worker = cases.make_worker(folder, layout, {"sync.bucket_mb": 1, "sync.verify": True})
+    handles, received = nccl_engines(engines)
+    gathered: Counter[str] = Counter()
+    rank = parallel.place().rank
+    waits: list[int] = []
+
+    def wait_for_gpu() -> None:
+        waits.append(Communicator.sent[rank])
+
+    with nccl(), gathers(gathered), mock.patch.object(parallel, "synchronize", wait_for_gpu):
+        sender = Sender(worker.chunks, worker.arch, worker.config, "nccl")
+        sender.send(handles, version=1)
+    sent = Communicator.sent[rank]
+    expected = {name: tensor.clone() for name, tensor in worker.hf_tensors()}
+    return dict(
+        sent=sent,
+        waits=waits,
+        gathered=gathered["received"],
+        received=sorted(Communicator.received.values()),
+        is_equal=rank != 0 or all(same(of_engine, expected) for of_engine in received),
+    )
+
+
+def nccl_syncs(folder, layout: dict, lost: int, message: int, trouble: str) -> dict:
+    """Two weight syncs to three engines, of which `lost` dies, fails or hangs in the first one, at
+    a message; message 0: when the group forms. On rank 0: what became of them."""
+    settings = {
+        "sync.bucket_mb": 1,
+        "sync.timeout_s": 3 if trouble == "hangs" else 60,
+        "engine.health_timeout_s": 10,
+    }
+    worker = cases.make_worker(folder, layout, settings)
+    place = parallel.place()
+    engines, received = nccl_engines(3)
+    with nccl():
+        Communicator.trouble = cause(trouble, engines[lost], place.world + lost, message)
         sender = Sender(worker.chunks, worker.arch, worker.config, "nccl")
         started = time.monotonic()
         sender.send(engines, version=1)
@@ -303,12 +393,12 @@ def nccl_syncs(folder, layout: dict, lost: int, message: int, hangs: bool) -> di
         expected = {name: tensor.clone() for name, tensor in worker.hf_tensors()}
         complete = [same(of_engine, expected) for of_engine in received]
         dead = [[engine.is_dead.is_set() for engine in engines]]
-        versions = [engine.worker.version for engine in engines] if is_sender else []
+        versions = [engine.worker.version for engine in engines] if place.rank == 0 else []
         dist.broadcast_object_list(dead, src=0)
         left = [engine for engine, is_dead in zip(engines, dead[0]) if not is_dead]
         if left:
             sender.send(left, version=2)
-    if not is_sender:
+    if place.rank != 0:
         return {}
     return dict(
         seconds=seconds,
@@ -320,14 +410,30 @@ def nccl_syncs(folder, layout: dict, lost: int, message: int, hangs: bool) -> di
     )
 
 
-def trouble(engine: Engine, rank: int, message: int, hangs: bool) -> Callable[[int, int], None]:
+def nccl_error(folder, layout: dict, message: int) -> str:
+    """Of this rank, in a weight sync to one engine that fails at a message."""
+    worker = cases.make_worker(folder, layout, {"sync.bucket_mb": 1})
+    engines, _ = nccl_engines(1)
+    with nccl():
+        Communicator.trouble = cause("fails", engines[0], parallel.place().world, message)
+        sender = Sender(worker.chunks, worker.arch, worker.config, "nccl")
+        try:
+            sender.send(engines, version=1)
+        except SyncError as error:
+            return str(error)
+    return ""
+
+
+def cause(trouble: str, engine: Engine, member: int, message: int) -> Callable[[int, int], None]:
     happened = threading.Event()
 
-    def happen(at_rank: int, at_message: int) -> None:
-        if (at_rank, at_message) != (rank, message) or happened.is_set():
+    def happen(at_member: int, at_message: int) -> None:
+        if (at_member, at_message) != (member, message) or happened.is_set():
             return
         happened.set()
-        if hangs:
+        if trouble == "fails":
+            raise MemoryError("no memory for a layer")
+        if trouble == "hangs":
             engine.is_dead.wait(100)  # until it is killed
         else:
             engine.die()

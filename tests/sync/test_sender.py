@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from megastep.sync.checksum import add, checksum
 from megastep.weights.mapping import hf_slices, param_mappings, to_megatron
-from tests.engines import abandon_a_sync, corrupt_next_sync, export, shake
+from tests.engines import abandon_a_sync, corrupt_next_sync, export, send_incomplete, shake
 from tests.models import some_tokens
 
 LAYOUTS = {
@@ -115,6 +116,27 @@ def test_after_an_abandoned_weight_update_the_next_is_complete(rollouts, models,
     rollouts.on_ranks(shake, 8)
     rollouts.fleet.pause()
     rollouts.on_ranks(abandon_a_sync, rollouts.fleet.serving())
+    rollouts.cluster.sync()
+    rollouts.on_ranks(export, tmp_path / "hf")
+    prompts = some_tokens()
+    expected, _ = greedy_with_transformers(tmp_path / "hf", prompts)
+    assert [g.ids.tolist() for g in rollouts.ask(prompts)] == expected
+
+
+def test_an_update_without_one_expert_is_an_error_and_the_next_is_complete(
+    rollouts, models, tmp_path
+):
+    """vLLM would take the layer for complete."""
+    rollouts.lay(models("qwen3_moe")[0], dict(expert=2))
+    rollouts.cluster.sync()
+    rollouts.on_ranks(shake, 9)
+    rollouts.fleet.pause()
+    engines = rollouts.fleet.serving()
+    errors, _ = rollouts.on_ranks(send_incomplete, engines, "layers.1.mlp.experts.5.")
+    assert len(errors) == 2
+    for error in errors:
+        assert "weights are missing in 1 layers, such as model.layers.1.mlp" in error
+    ray.get([engine.abandon_weight_update.remote() for engine in engines])
     rollouts.cluster.sync()
     rollouts.on_ranks(export, tmp_path / "hf")
     prompts = some_tokens()
