@@ -95,6 +95,8 @@ def next_commands(run: Run) -> str:
 
 
 class Loop:
+    stream_type = GroupStream
+
     def __init__(self, config: Config, task: Task, cluster: Cluster, run: Run, log: MetricsLog):
         self.config = config
         self.cluster = cluster
@@ -105,7 +107,7 @@ class Loop:
         self.saved_at = time.monotonic()
         self.stops = False
         self.staleness = StalenessTracker(run.state.synced_versions)
-        self.stream = GroupStream(
+        self.stream = self.stream_type(
             cluster.pool(task.pool(cluster.engines.generate)),
             task.stream(),
             config.rollout.prompts,
