@@ -95,7 +95,7 @@ def next_commands(run: Run) -> str:
 
 
 class Loop:
-    stream_type = GroupStream
+    stream_type: type[GroupStream] = GroupStream
 
     def __init__(self, config: Config, task: Task, cluster: Cluster, run: Run, log: MetricsLog):
         self.config = config
