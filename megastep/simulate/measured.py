@@ -3,9 +3,9 @@
     update        a base and seconds per token, fitted to its training steps; equal responses of a
                   prompt, which tries fold, are as frequent as in the run
     weight sync   the mean; other time of a training step: the mean
-    engine        an iteration costs the same for HALF_BATCH sequences as for none, and a prefilled
-                  token as much as a sampled one; the scale is the one with which the simulation of
-                  the run itself waits as long for rollouts as the run did
+    engine        an iteration costs a base, that of HALF_BATCH sequences, and as much for each
+                  sequence; a prefilled token costs PREFILL of a sampled one. The scale is the one
+                  with which the simulation of the run itself waits as long for rollouts as it did
 
 Predictions for another setting hold while ranks and engines compute as fast there: not if they then
 share cores that they did not share before.
@@ -26,6 +26,7 @@ from megastep.simulate.episodes import Distribution, Distributions, Episodes, Re
 from megastep.simulate.roofline import Iteration, MicroBatchSize
 
 HALF_BATCH = 32.0
+PREFILL = 0.1  # one forward pass for many tokens, without sampling
 WARM_UP = 1  # training steps that do not count
 SEARCHES = 12
 CLOSE = 0.01
@@ -45,7 +46,7 @@ class Measured:
         return Iteration(0.0, self.token_s * sequences, 0.0, self.token_s * HALF_BATCH, 0.0)
 
     def prefill(self, new_tokens: int, cached_tokens: int) -> float:
-        return self.token_s * new_tokens
+        return PREFILL * self.token_s * new_tokens
 
     def update(self, rounds: list[list[MicroBatchSize]], forward_passes: int) -> float:
         tokens = sum(size.tokens for of_round in rounds for size in of_round)

@@ -226,8 +226,8 @@ class SimulatedLoop(Loop):
         return self.stream.submit(call()).result()
 
     def advance(self) -> None:
-        super().advance()
         self.stream.wait(self.times.step())
+        super().advance()
 
     def keep_rollouts(self, groups: list[Group]) -> None:
         self.batch = groups
