@@ -75,7 +75,7 @@ class SimulatedFleet:
     def __init__(self, cluster: SimulatedCluster, plan: Plan):
         settings = cluster.config.engine
         self._cluster = cluster
-        self._max_sequences = settings.max_sequences
+        self._asleep = False
         self.engines = [
             SimulatedEngine(cluster.times, settings.max_sequences, plan.engine.kv_tokens)
             for _ in range(settings.num_engines)
@@ -106,10 +106,13 @@ class SimulatedFleet:
         self._cluster.stream.submit(resume()).result()
 
     def sleep(self) -> None:
-        self._take("sleep")
+        if not self._asleep:
+            self._take("sleep")
+        self._asleep = True
 
     def wake(self, what: str) -> None:
         self._take("wake")
+        self._asleep = False
 
     def metrics(self) -> dict[str, float]:
         return {}

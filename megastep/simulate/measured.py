@@ -71,7 +71,7 @@ class Calibration(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run directory says."""
+    """The times in a run directory."""
 
     folder: Path
     config: Config

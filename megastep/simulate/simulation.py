@@ -112,6 +112,14 @@ class Result:
         return max(1 - trained / self.seconds - self.mean("time/sync_s") / self.step_s, 0.0)
 
     @property
+    def gpus_idle(self) -> float:
+        ranks = self.config.policy.ranks
+        if self.config.cluster.colocate:  # either half works on the same GPUs
+            return max(self.ranks_idle + self.engines_idle - 1, 0.0)
+        engines = self.gpus - ranks
+        return (ranks * self.ranks_idle + engines * self.engines_idle) / self.gpus
+
+    @property
     def cache_hits(self) -> float:
         """Fraction of prompt tokens."""
         cached = self.counted[-1].cached - self._begun.cached

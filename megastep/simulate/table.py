@@ -24,6 +24,7 @@ def _facts(result: Result) -> dict[str, str]:
         f"weight sync {result.mean('time/sync_s'):.4g}",
         "ranks idle": f"{result.ranks_idle:.0%}",
         "engines idle": f"{result.engines_idle:.0%}; {_engine_parts(result)}",
+        "GPUs idle": f"{result.gpus_idle:.0%}",
         "prompt tokens from prefix caches": f"{result.cache_hits:.0%}",
         "staleness": _staleness(result),
     }
@@ -58,10 +59,16 @@ COLUMNS = {
     "GPUs": lambda r: f"{r.gpus}",
     "ranks idle": lambda r: f"{r.ranks_idle:.0%}",
     "engines idle": lambda r: f"{r.engines_idle:.0%}",
+    "GPUs idle": lambda r: f"{r.gpus_idle:.0%}",
     "staleness": lambda r: f"{r.mean('staleness/mean'):.2f}",
     "store GiB": lambda r: gib(r.store_bytes),
     "what binds": lambda r: r.binds(),
 }
+
+
+def markdown_row(name: str, result: Result) -> str:
+    cells = [column(result) for column in COLUMNS.values()]
+    return f"| {' | '.join([name, *cells])} |"
 
 
 def comparison(results: dict[str, Result | str], heading: str) -> str:

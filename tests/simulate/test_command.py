@@ -26,6 +26,7 @@ def test_it_prints_throughput_idle_time_staleness_and_what_binds():
         "seconds per training step",
         "ranks idle",
         "engines idle",
+        "GPUs idle",
         "prompt tokens from prefix caches",
         "staleness",
         "object store",

@@ -106,10 +106,12 @@ def test_old_logprobs_are_another_forward_pass(dense):
 
 def test_a_weight_sync_crosses_the_network_if_disaggregated():
     network = 50e9 * 0.7
-    apart = roofline("configs/h100/qwen3-8b-disaggregated.yaml")
-    together = roofline("configs/h100/qwen3-8b.yaml")
-    assert apart.sync() - together.sync() == pytest.approx(apart.plan.sync_bytes / network)
-    assert apart.switch("sleep") == 0 < together.switch("sleep")
+    disaggregated = roofline("configs/h100/qwen3-8b-disaggregated.yaml")
+    colocated = roofline("configs/h100/qwen3-8b.yaml")
+    assert disaggregated.sync() - colocated.sync() == pytest.approx(
+        disaggregated.plan.sync_bytes / network
+    )
+    assert disaggregated.switch("sleep") == 0 < colocated.switch("sleep")
 
 
 @pytest.mark.parametrize("name", ["memory_bytes_s", "link_efficiency", "dense_efficiency"])

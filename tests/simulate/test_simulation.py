@@ -122,7 +122,7 @@ def test_concurrency_is_that_of_the_stream(plan):
 
 @pytest.mark.parametrize("staleness", [1, 2, 3.5])
 def test_staleness_is_that_of_the_real_tracker(plan, staleness, monkeypatch):
-    """Its limit holds, and what the result says is what the tracker counted."""
+    """Its limit holds, and the result has what the tracker counted."""
     counted = []
     original = StalenessTracker.metrics
 
@@ -160,8 +160,8 @@ def test_calls_go_through_the_real_router(plan, monkeypatch):
     shared = simulate(two, plan, ConstantTimes(), OneTurn(), steps=2)
     assert shared.cache_hits > 0.4
     monkeypatch.setattr(Router, "_engine_for_group", scattered())
-    apart = simulate(two, plan, ConstantTimes(), OneTurn(), steps=2)
-    assert apart.cache_hits == 0
+    spread = simulate(two, plan, ConstantTimes(), OneTurn(), steps=2)
+    assert spread.cache_hits == 0
 
 
 def scattered():
