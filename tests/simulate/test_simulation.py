@@ -105,6 +105,53 @@ def test_each_mini_batch_is_an_update(plan):
     assert result.mean("rollout/version") == pytest.approx((2 + 4) / 2)
 
 
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        ((), 0),  # one mini-batch: the update itself computes the old logprobs
+        (("train.mini_batch_prompts=2",), 1),
+        (("train.mini_batch_prompts=2", "loss.old_logprobs=rollout"), 0),
+        (("loss.kl_coef=0.1",), 1),
+    ],
+)
+def test_passes_without_backward_are_those_of_the_policy(plan, overrides, expected):
+    """As in PolicyWorker.learn."""
+    asked = []
+
+    class Times(ConstantTimes):
+        def update(self, rounds, forward_passes):
+            asked.append(forward_passes)
+            return UPDATE
+
+    simulate(config(*overrides), plan, Times(), OneTurn(), steps=1)
+    assert set(asked) == {expected}
+
+
+def test_colocated_engines_sleep_once_per_step(plan):
+    """And wake twice: for the weights, then for the KV cache."""
+    switched: list[str] = []
+
+    class Times(ConstantTimes):
+        def switch(self, what):
+            switched.append(what)
+            return 0.0
+
+    shared = config("cluster.colocate=true")
+    simulate(shared, plan, Times(), OneTurn(), steps=2)
+    first = ["offload", "pause", "sleep", "wake", "wake"]
+    step = ["sleep", "onload", "offload", "pause", "wake", "wake"]
+    assert switched == [*first, *step, *step]
+
+
+def test_routing_in_the_object_store_is_layers_times_top_k(plan):
+    """Synchronous: 8 trajectories of 60 tokens, and no group that waits."""
+    experts = plan.arch.experts
+    result = simulate(config(), plan, ConstantTimes(), OneTurn(), steps=2)
+    assert result.store_bytes == 8 * 60 * sum(experts.layers) * experts.top_k
+    off = config("routing_replay.enabled=false")
+    assert simulate(off, plan, ConstantTimes(), OneTurn(), steps=2).store_bytes == 0
+
+
 def test_asynchronous_training_hides_the_rollout(plan):
     ahead = config("async.max_staleness=1")
     result = simulate(ahead, plan, ConstantTimes(), OneTurn(env_s=50.0), steps=4)
