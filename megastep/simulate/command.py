@@ -1,5 +1,6 @@
 """`megastep plan CONFIG --simulate`: what its arguments ask for."""
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from pathlib import Path
 from megastep.config import Config, load
 from megastep.console import progress
 from megastep.errors import ConfigError, RunFailed
+from megastep.models.folder import check_readable
 from megastep.plan.planning import H100_GIB, Plan, make_plan
 from megastep.samples import store
 from megastep.simulate.episodes import Distribution, Distributions, Episodes, Recorded
@@ -56,9 +58,9 @@ class Simulator:
         self.measured: Measured | None = None
         self.recorded: Episodes | None = None
         if request.rollouts is not None:
-            groups = store.read(request.rollouts)
+            groups = [group for group in store.read(request.rollouts) if group.trajectories]
             if not groups:
-                raise ConfigError(f"--rollouts {request.rollouts}: has no groups")
+                raise ConfigError(f"--rollouts {request.rollouts}: has no trajectories")
             env_s = Distribution.parse(self.env_s or "0.5~2")
             self.recorded = Recorded(groups, str(request.rollouts), env_s, 0)
         if request.measured is not None:
@@ -73,7 +75,9 @@ class Simulator:
 
     def load(self, override: str | None = None) -> Config:
         overrides = [*self.request.overrides, *([override] if override else [])]
-        return load(self.request.config, overrides, has_cuda=True)
+        config = load(self.request.config, overrides, has_cuda=True)
+        check_readable(config)
+        return config
 
     def simulate(self, config: Config, plan: Plan, on_step: Callable[[int, int], None]) -> Result:
         times: Times = self.measured or Roofline(config, plan, self.hardware)
@@ -93,6 +97,8 @@ class Simulator:
 
     def _calibrate(self, run: MeasuredRun) -> Measured:
         """Simulates the measured run, with its own config and episodes."""
+        if sys.stderr.isatty():
+            print(f"fitting the times of {run.folder}", file=sys.stderr, flush=True)
         plan = make_plan(run.config, self.request.gpu_gib)
         episodes = run.episodes(self.env_s or "0")
 
@@ -134,7 +140,7 @@ def _compare(simulator: Simulator, argument: str) -> str:
 def parse_compare(argument: str) -> tuple[str, list[str]]:
     """KEY=A,B,C"""
     key, equals, rest = argument.partition("=")
-    values = [value for value in rest.split(",") if value]
+    values = [value for value in re.split(r",(?![^\[]*\])", rest) if value]  # [a,b] is one value
     if not equals or not key or not 0 < len(values) <= MAX_VALUES:
         raise ConfigError(
             f"--compare {argument[:80]}: KEY=A,B,C is needed, with up to {MAX_VALUES} values"

@@ -83,20 +83,21 @@ class MeasuredRun:
             raise ReportError(
                 f"{folder}: not a run directory; metrics.jsonl and config.yaml are needed"
             )
-        rows = [row for row in read_metrics(folder) if "time/update_s" in row]
+        needed = {"time/update_s", "train/tokens_computed"}
+        rows = [row for row in read_metrics(folder) if needed <= row.keys()]
         if len(rows) < WARM_UP + 2:
             raise ReportError(
                 f"{folder}: has {len(rows)} training steps with an update; "
                 f"{WARM_UP + 2} are needed for their times"
             )
-        return cls(folder, load(folder / "config.yaml"), rows[WARM_UP:])
+        return cls(folder, load(folder / "config.yaml", has_cuda=True), rows[WARM_UP:])
 
     def episodes(self, env_s: str) -> Episodes:
         """Its saved rollouts, or episodes of its mean lengths."""
         seed = self.config.train.seed
         files = sorted(self.folder.glob("rollouts/step_*.safetensors"), key=_step_of)
         if files:
-            groups = [group for path in files for group in store.read(path)]
+            groups = [group for path in files for group in store.read(path) if group.trajectories]
             return Recorded(groups, str(self.folder), Distribution.parse(env_s), seed)
         return Distributions.of(self.config, self._mean_lengths() | {"env-seconds": env_s})
 

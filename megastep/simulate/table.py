@@ -33,6 +33,9 @@ def _facts(result: Result) -> dict[str, str]:
     failed = result.mean("rollout/stop_engine_error")
     if failed:
         facts["failed trajectories"] = f"{failed:.1%}: calls over engine.request_timeout_s"
+    problems = result.plan.problems()
+    if problems:
+        facts["does not fit"] = problems[0]
     return facts | {"what binds": result.binds()}
 
 

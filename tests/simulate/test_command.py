@@ -3,7 +3,7 @@
 import pytest
 
 from megastep.samples import store
-from megastep.simulate.command import Request, run_simulation
+from megastep.simulate.command import Request, parse_compare, run_simulation
 from megastep.types import Group
 from tests.bad_input.harness import rejected, run
 from tests.samples.rollouts import trajectory
@@ -47,6 +47,18 @@ def test_a_comparison_has_a_row_per_value():
     assert [row.split()[0] for row in rows] == ["0", "1", "2"]
     speeds = [float(row.split()[1]) for row in rows]
     assert speeds[1] > speeds[0]  # rollouts overlap with training
+
+
+def test_a_list_is_one_value_of_a_comparison():
+    assert parse_compare("policy.recompute=[],[full],[core_attn,mlp]") == (
+        "policy.recompute",
+        ["[]", "[full]", "[core_attn,mlp]"],
+    )
+
+
+def test_a_config_that_does_not_fit_is_named():
+    assert "does not fit" not in simulated()
+    assert "does not fit" in simulated("--gpu-gib", "1")
 
 
 def test_the_configs_engines_reach_the_simulation():
