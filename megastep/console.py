@@ -83,22 +83,23 @@ def waiting(what: str, file: TextIO | None = None) -> Iterator[None]:
 class Clock:
     """Seconds of the parts of a training step, by metric name, and of the whole."""
 
-    def __init__(self) -> None:
-        self._created = time.perf_counter()
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._created = now()
         self.restart()
 
     def restart(self) -> None:
-        self._begun = time.perf_counter()
+        self._begun = self._now()
         self._parts: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        begun = time.perf_counter()
+        begun = self._now()
         yield
-        self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - begun
+        self._parts[part] = self._parts.get(part, 0.0) + self._now() - begun
 
     def seconds(self) -> dict[str, float]:
-        now = time.perf_counter()
+        now = self._now()
         return self._parts | {"time/step_s": now - self._begun, "time/run_s": now - self._created}
 
 

@@ -197,7 +197,18 @@ def test_settings_of_commands_are_valid(page):
         shapes = shape_overrides(config) or shapes
         if any(word.startswith("loss.teacher=") for word in overrides):
             shapes.append("loss.teacher=configs/models/chase")
-        load(config, [*overrides, *shapes], has_cuda=True)
+        for values in compared(command, overrides):
+            load(config, [*values, *shapes], has_cuda=True)
+
+
+def compared(command: list[str], overrides: list[str]) -> list[list[str]]:
+    """The settings of each simulation of `plan --compare KEY=A,B,C`, else the only ones."""
+    if "--compare" not in command:
+        return [overrides]
+    argument = command[command.index("--compare") + 1]
+    key, _, values = argument.partition("=")
+    others = [word for word in overrides if word != argument]
+    return [[*others, f"{key}={value}"] for value in values.split(",")]
 
 
 @every_page

@@ -21,6 +21,7 @@ LAYERS = [
     ("conversion",),
     ("doctor",),
     ("trainer",),
+    ("simulate",),
     ("cli",),
     ("__main__",),
 ]

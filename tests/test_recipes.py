@@ -9,6 +9,7 @@ import yaml
 
 from megastep.config import load
 from tests.fetched import shape_overrides
+from tools.gen_docs import simulated_row
 
 PAGES = sorted(page for page in Path("configs/recipes").glob("*.md") if page.stem != "h100")
 H100 = sorted(Path("configs/h100").glob("qwen*.yaml"))
@@ -110,3 +111,4 @@ def test_x8_recipe_fits_and_its_table_is_on_the_page(path):
     assert f"$ megastep plan {path}\n{text(plan)}\n```" in page, (
         f"megastep plan {path} prints another table"
     )
+    assert simulated_row(str(path), plan) in page, f"megastep plan {path} --simulate differs"

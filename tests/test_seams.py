@@ -26,6 +26,8 @@ SEAMS = {
     "megastep/config/": "the backend of a placement, and what needs a GPU",
     "tools/gen_docs.py": "nothing: names requirements",
     "megastep/plan/": "nothing: estimates for GPUs",
+    "megastep/simulate/": "nothing: estimates for GPUs",
+    "tools/bench_simulate.py": "nothing: estimates for GPUs",
     "megastep/doctor/": "nothing: reports what is there",
     "megastep/cli.py": "nothing: plans for GPUs",
     "megastep/conversion/commands.py": "the CPU, always",

@@ -2,7 +2,7 @@
 
     python tools/gen_docs.py            write the pages
     python tools/gen_docs.py --check    exit code 1, naming the pages that are out of date
-    python tools/gen_docs.py --plans    also the tables of configs/recipes/h100.md (12 s)
+    python tools/gen_docs.py --plans    also the tables of configs/recipes/h100.md (40 s)
 
 `tests/test_docs.py` and `tests/test_recipes.py` make the same checks.
 """
@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -22,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from megastep import errors
 from megastep.config import listing, schema
 from megastep.report.meanings import MEANINGS
+from megastep.simulate.hardware import Hardware, assumptions_text
 from tests.test_imports import LAYERS
 
 NOTICE = "<!-- Written by tools/gen_docs.py; do not edit. -->\n\n"
@@ -101,7 +103,8 @@ BEYOND = {
     "X5": "Dynamic sampling and zero-variance filters per group of trajectories.",
     "X6": "A killed run resumes with the same numbers; complete and started groups survive.",
     "X7": "Training of any agent that uses the OpenAI API, through a recording endpoint.",
-    "X8": "`megastep plan`: memory, micro-batches and traffic of a config without a GPU.",
+    "X8": "`megastep plan`: memory, micro-batches and traffic of a config without a GPU; its "
+    "throughput, by simulation.",
     "X9": "A report per run: curves, trajectories, tokens, routed experts.",
     "X10": "OpenAI- and Anthropic-compatible recording endpoints; parallel calls, sub-agents, "
     "compaction and tools.",
@@ -234,6 +237,10 @@ def errors_block() -> str:
     return "\n".join(["```", textwrap.dedent("\n".join(indented)), "```"])
 
 
+def assumptions_block() -> str:
+    return "\n".join(["```", assumptions_text(Hardware()), "```"])
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/configuration.md": configuration_page,
     "docs/metrics.md": metrics_page,
@@ -243,6 +250,7 @@ PAGES: dict[str, Callable[[], str]] = {
 BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/architecture.md", "layers"): layers_block,
     ("docs/errors.md", "errors"): errors_block,
+    ("docs/clusters.md", "assumptions"): assumptions_block,
 }
 
 
@@ -269,10 +277,26 @@ def plans() -> dict[str, str]:
         plan = make_plan(load(found[1], has_cuda=True))
         return f"$ megastep plan {found[1]}\n{table(plan)}\n```"
 
+    def simulated(found: re.Match) -> str:
+        return simulated_row(found[1], make_plan(load(found[1], has_cuda=True)))
+
     page = "configs/recipes/h100.md"
     command = re.compile(r"^\$ megastep plan (\S+)\n.*?^```", re.DOTALL | re.MULTILINE)
+    row = re.compile(r"^\| `(configs/h100/\S+)` \|.*$", re.MULTILINE)
     with contextlib.chdir(ROOT):  # tables show paths as they are given
-        return {page: command.sub(planned, Path(page).read_text())}
+        return {page: row.sub(simulated, command.sub(planned, Path(page).read_text()))}
+
+
+def simulated_row(path: str, plan: Any) -> str:
+    """Of the table in configs/recipes/h100.md: what `megastep plan PATH --simulate` finds."""
+    from megastep.simulate.episodes import Distributions
+    from megastep.simulate.roofline import Roofline
+    from megastep.simulate.simulation import simulate
+    from megastep.simulate.table import markdown_row
+
+    config = plan.config
+    times = Roofline(config, plan, Hardware())
+    return markdown_row(f"`{path}`", simulate(config, plan, times, Distributions.of(config, {})))
 
 
 def main() -> int:

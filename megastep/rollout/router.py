@@ -61,11 +61,19 @@ class Lost(NamedTuple):
 class Router:
     """Runs in one event loop; `update` is called in it. `report` may be called from it."""
 
-    def __init__(self, settings: EngineConfig, report: Callable[[Lost], None], first: int = 0):
-        """first: the engine that gets the first call; routers should not all start with 0."""
+    def __init__(
+        self,
+        settings: EngineConfig,
+        report: Callable[[Lost], None],
+        first: int = 0,
+        cancel: Callable[[Any], None] | None = None,
+    ):
+        """first: the engine that gets the first call; routers should not all start with 0. cancel:
+        aborts a call by its reference, by default Ray's."""
         self._timeout_s = settings.request_timeout_s
         self._report = report
         self._first = first
+        self._cancel = cancel or ray.cancel
         self._engines = Engines({})
         self._changed = asyncio.Event()
         self._sessions: OrderedDict[Session, EngineId] = OrderedDict()
@@ -111,7 +119,7 @@ class Router:
         except RayTaskError as error:
             raise EngineError(f"an engine rejected a call: {error.cause}") from None
         except (TimeoutError, asyncio.CancelledError):
-            ray.cancel(reference)  # vLLM aborts the call
+            self._cancel(reference)  # vLLM aborts the call
             if not clock.expired():
                 raise
             raise EngineError(

@@ -23,7 +23,6 @@ Episodes run in a thread with its own event loop. Cancelling them closes their e
 import asyncio
 import math
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -94,7 +93,7 @@ class GroupStream:
         self._roots: set[asyncio.Task] = set()
 
     def __enter__(self) -> "GroupStream":
-        self._loop = asyncio.new_event_loop()
+        self._loop = self.make_loop()
         self._changed = asyncio.Event()
         self._places = asyncio.Semaphore(self.pool.concurrency)
         self._error: BaseException | None = None
@@ -102,6 +101,9 @@ class GroupStream:
         self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
         self._thread.start()
         return self
+
+    def make_loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.new_event_loop()
 
     def _run(self) -> None:
         """Run the loop until it is stopped. SystemExit, raised for example in a task that an
@@ -349,24 +351,27 @@ class Speed:
 
     def start(self) -> None:
         if self._running == 0:
-            self._since_s = time.perf_counter()
+            self._since_s = self._now_s()
         self._running += 1
 
     def stop(self, tokens: int) -> None:
         self._running -= 1
         self._tokens += tokens
         if self._running == 0:
-            self._seconds += time.perf_counter() - self._since_s
+            self._seconds += self._now_s() - self._since_s
 
     def read(self) -> float:
         """Since the last call."""
-        now_s = time.perf_counter()
+        now_s = self._now_s()
         seconds = self._seconds + (now_s - self._since_s if self._running else 0.0)
         tokens = self._tokens
         self._tokens = 0
         self._seconds = 0.0
         self._since_s = now_s
         return tokens / seconds if seconds else 0.0
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
 
 
 def sampled_tokens(groups: list[Group]) -> int:

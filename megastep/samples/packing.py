@@ -58,13 +58,20 @@ def pack(
     routing_shape = next((p.routes.shape for p in all_parts if p.routes is not None), None)
     tokens = [len(part) for part in all_parts]
     costs = [_cost(part, attention_tokens) for part in all_parts]
-    bins = _fill_bins(tokens, costs, budget, ranks * rounds_of)
+    dealt = deal(tokens, costs, budget, ranks, rounds_of)
     parts = dict(enumerate(all_parts))
     del all_parts  # `parts` frees each part once it is joined
     return [
         [join([parts.pop(i) for i in members], align_tokens, routing_shape) for members in of_rank]
-        for of_rank in _deal(bins, costs, ranks)
+        for of_rank in dealt
     ]
+
+
+def deal(
+    tokens: list[int], costs: list[float], budget: int, ranks: int, rounds_of: int = 1
+) -> list[list[list[int]]]:
+    """The parts in each micro-batch of each rank, from their tokens and costs alone."""
+    return _deal(_fill_bins(tokens, costs, budget, ranks * rounds_of), costs, ranks)
 
 
 def _aligned(budget_tokens: int, align_tokens: int) -> int:
@@ -94,7 +101,7 @@ def cut(trie: Trie, budget_tokens: int) -> list[Trie]:
     path = trie.position[leaves].astype(np.int64) + 1  # [leaf] tokens from the root
     # Between two leaves, the depth-first walk ascends exactly to their last common token.
     shared = np.append(0, np.minimum.reduceat(trie.position[: leaves[-1] + 1], leaves[:-1] + 1))
-    cuts = _best_cuts(path.tolist(), shared.tolist(), budget_tokens)
+    cuts = best_cuts(path.tolist(), shared.tolist(), budget_tokens)
     leaf_of_step = np.searchsorted(leaves, step_leaf)
     part_of_step = np.searchsorted(cuts, leaf_of_step, side="right") - 1
     part_of_row = np.repeat(part_of_step, stops - starts)
@@ -129,7 +136,7 @@ def _too_long(group: int, trajectory: int, step: int, tokens: int, budget: int) 
     )
 
 
-def _best_cuts(path: list[int], shared: list[int], budget: int) -> list[int]:
+def best_cuts(path: list[int], shared: list[int], budget: int) -> list[int]:
     """The first leaf of each part: least repeated tokens, then fewest parts.
 
         A A A A ─┬─ B B            leaf      0  1  2

@@ -3,6 +3,8 @@
 synced_versions = [188, 190, 192]    a token of version 190 has staleness 1, of 192 staleness 0
 """
 
+from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,23 +24,29 @@ class StalenessTracker:
             return
         self.synced_versions = [*self.synced_versions, version][-_MAX_VERSIONS:]
 
-    def per_token(self, group: Group) -> np.ndarray:
-        """[trained tokens] of all steps of the group."""
-        versions = [np.zeros(0, np.int32)]
+    def tokens(self, group: Group) -> Counter[int]:
+        """Staleness → trained tokens, of all steps of the group. An array of all tokens would take
+        gigabytes for a batch of a cluster."""
+        counts: Counter[int] = Counter()
         for trajectory in group.trajectories:
             for step in trajectory.steps:
-                per_response_token = np.repeat(step.versions[:, 0], step.versions[:, 1])
-                versions.append(per_response_token[step.loss_mask])
-        sampled = np.concatenate(versions)
-        synced = np.searchsorted(self.synced_versions, sampled, side="right")
-        return len(self.synced_versions) - synced
+                start = 0
+                for version, length in step.versions.tolist():
+                    trained = np.count_nonzero(step.loss_mask[start : start + length])
+                    start += length
+                    if trained:
+                        counts[self._staleness(version)] += int(trained)
+        return counts
+
+    def _staleness(self, version: int) -> int:
+        return len(self.synced_versions) - bisect_right(self.synced_versions, version)
 
     def drop_stale(self, groups: list[Group], limit: int) -> tuple[list[Group], list[Dropped]]:
         """Drop the groups that have a trained token of staleness above `limit`."""
         kept: list[Group] = []
         dropped: list[Dropped] = []
         for group in groups:
-            stalest = self.per_token(group).max(initial=0)
+            stalest = max(self.tokens(group), default=0)
             if stalest <= limit:
                 kept.append(group)
             else:
@@ -48,13 +56,16 @@ class StalenessTracker:
 
     def metrics(self, groups: list[Group], limit: int) -> dict[str, float]:
         """The distribution of staleness over trained tokens, from 0 to at least `limit`."""
-        staleness = np.concatenate([np.zeros(0, int), *map(self.per_token, groups)])
-        if not len(staleness):
+        counts: Counter[int] = Counter()
+        for group in groups:
+            counts += self.tokens(group)
+        if not counts:
             return {}
+        total = counts.total()
         metrics = {
-            "staleness/mean": float(staleness.mean()),
-            "staleness/max": int(staleness.max()),
+            "staleness/mean": sum(value * count for value, count in counts.items()) / total,
+            "staleness/max": max(counts),
         }
-        for value, count in enumerate(np.bincount(staleness, minlength=limit + 1)):
-            metrics[f"staleness/fraction_{value}"] = count / len(staleness)
+        for value in range(max(limit, max(counts)) + 1):
+            metrics[f"staleness/fraction_{value}"] = counts[value] / total
         return metrics

@@ -143,6 +143,8 @@ def next_commands(run: Run) -> str:
 
 
 class Loop:
+    stream_type: type[GroupStream] = GroupStream
+
     def __init__(self, config: Config, task: Task, cluster: Cluster, run: Run, log: MetricsLog):
         self.config = config
         self.cluster = cluster
@@ -153,7 +155,7 @@ class Loop:
         self.saved_at = time.monotonic()
         self.stops = False
         self.staleness = StalenessTracker(run.state.synced_versions)
-        self.stream = GroupStream(
+        self.stream = self.stream_type(
             cluster.pool(task.pool(cluster.engines.generate)),
             task.stream(),
             config.rollout.prompts,

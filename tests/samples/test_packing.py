@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastep.samples import lay_out
-from megastep.samples.packing import _best_cuts, cut, mini_batches, pack
+from megastep.samples.packing import best_cuts, cut, mini_batches, pack
 from megastep.samples.trie import PACK_LAYOUTS, fold
 from megastep.types import FREE, Group
 
@@ -108,10 +108,10 @@ def test_x1_cuts_repeat_as_few_tokens_as_possible(batch, spare):
 
 
 def test_best_cuts_repeat_the_fewest_tokens():
-    """The worked example of `_best_cuts`."""
-    assert _best_cuts(path=[6, 7, 7], shared=[0, 4, 5], budget=9) == [0, 1]
-    assert _best_cuts(path=[6, 7, 7], shared=[0, 4, 5], budget=11) == [0]
-    assert _best_cuts(path=[6, 7, 7], shared=[0, 4, 5], budget=7) == [0, 1, 2]
+    """The worked example of `best_cuts`."""
+    assert best_cuts(path=[6, 7, 7], shared=[0, 4, 5], budget=9) == [0, 1]
+    assert best_cuts(path=[6, 7, 7], shared=[0, 4, 5], budget=11) == [0]
+    assert best_cuts(path=[6, 7, 7], shared=[0, 4, 5], budget=7) == [0, 1, 2]
 
 
 def test_cut_repeats_the_shared_path_as_context_only():
