@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferInitInfo,
     NCCLWeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
@@ -89,11 +90,11 @@ class CheckedReload:
         missing = [
             name
             for name, layer in self.model.named_modules()
-            if layer is not head and _received_nothing(layer)
+            if layer is not head and (_received_nothing(layer) or _received_some_experts(layer))
         ]
         missing += [experts.layer.layer_name for experts in self._packed if not experts.finish()]
-        if missing:  # vLLM would only log it and keep the stale weights
-            raise ValueError(f"no weights for {len(missing)} layers, such as {missing[0]}")
+        if missing:  # vLLM would only log it, and keep stale or uninitialized weights
+            raise ValueError(f"weights are missing in {len(missing)} layers, such as {missing[0]}")
         finalize_layerwise_reload(self.model, self.model_config)
         if head is not None and self.device.type == "cpu":
             # It keeps a packed copy of the embedding.
@@ -109,6 +110,29 @@ def _received_nothing(layer: torch.nn.Module) -> bool:
     info = get_layerwise_info(layer)
     has_parameters = any(True for _ in layer.parameters(recurse=False))
     return info.can_load() and info.load_numel == 0 and has_parameters
+
+
+def _received_some_experts(layer: torch.nn.Module) -> bool:
+    """Whether a layer that vLLM reloads received some of its experts only.
+
+    vLLM completes such a layer from uninitialized memory. It counts elements, and takes those that
+    are missing for padding, which some kernels add to each expert.
+    """
+    info = get_layerwise_info(layer)
+    if not info.can_load() or not isinstance(layer, RoutedExperts):
+        return False
+    received = set()  # shard id, expert
+    for param_name, bound in info.loaded_weights:
+        if param_name not in ("w13_weight", "w2_weight"):
+            continue
+        arguments = bound.arguments
+        if arguments["loaded_weight"].dim() == 3:  # all experts in one tensor
+            received |= {(arguments["shard_id"], i) for i in range(layer.local_num_experts)}
+        else:
+            expert = layer._map_global_expert_id_to_local_expert_id(arguments["expert_id"])
+            received.add((arguments["shard_id"], expert))
+    local = [key for key in received if key[1] >= 0]  # -1: an expert of another rank
+    return 0 < len(local) < 3 * layer.local_num_experts
 
 
 # ---------------------------------------------------------------- experts on a CPU
