@@ -851,7 +851,9 @@ def update_after_forward_passes(folder, groups, before: list, align: int) -> tup
     for passed in before:
         worker.logprobs(batches_of(worker, passed))
     (batches,) = update_rollouts.micro_batches(groups, 1, 4096, "trie", align)
-    paddings = [join([], align, (update_rollouts.LAYERS, update_rollouts.TOP_K)) for _ in range(align > 1)]
+    paddings = [
+        join([], align, (update_rollouts.LAYERS, update_rollouts.TOP_K)) for _ in range(align > 1)
+    ]
     assert worker.update([*batches, *paddings]).skipped is None
     layers = worker._all_layer_replays()
     unused = [x.layer for x in layers if x.target is not None or x.recompute_targets]

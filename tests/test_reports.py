@@ -16,7 +16,7 @@ import torch
 
 from megastep.checkpoint.loop_state import LoopState
 from megastep.config import load, training_problems
-from megastep.errors import ConfigError, DataError, StoreError
+from megastep.errors import CheckpointError, ConfigError, DataError, StoreError
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import PromptStream
 from megastep.rollout.env import Env, Outcome
@@ -34,6 +34,7 @@ from tests.rollout import chats
 from tests.runs import LOCAL
 from tests.samples.rollouts import group_of, rows_of, samples_of, trajectory
 from tests.trainer.test_loop import Versioned, make_loop
+from tests.trainer.test_rundir import checkpoint, find
 
 every_pack_layout = pytest.mark.parametrize("pack_layout", PACK_LAYOUTS)
 
@@ -294,7 +295,6 @@ def test_x19_skyrl_1908_forward_passes_leave_no_routing_and_padding_counts_nowhe
     assert not unused and all(map(np.array_equal, alone, after))
     for a, b in zip(alone, padded):
         np.testing.assert_allclose(a, b, atol=2e-6)
-    (trie, *_), _ = fold(samples_of(*groups), "trie")
     assert choices == choices_after == choices_padded
     assert len(choices) == LAYERS and len(set(choices)) == 1 and choices[0] % TOP_K == 0
     assert choices[0] < TOP_K * sum(map(len, steps_of(groups)))  # shared tokens once
@@ -344,12 +344,30 @@ def test_x19_prime_rl_3164_a_resumed_run_continues_in_the_data(tmp_path):
     assert generated == list(range(5 * 4, 14 * 4))
 
 
-def test_x19_slime_2236_groups_ahead_of_training_survive(tmp_path):
-    """There, samples that were generated and not yet trained on were lost by a restart, or drawn
-    again. Here they are part of the checkpoint: trained on once, and not generated again."""
+def test_x19_prime_rl_3164_groups_ahead_of_training_are_neither_lost_nor_repeated(tmp_path):
+    """As above, with rollouts ahead of training: a position alone would skip the groups that were
+    generated and not trained on. They are in the checkpoint, and are not generated again."""
     seen, generated = resumed(tmp_path, 9, 3, "async.max_staleness=1")
     assert sorted(seen) == list(range(9 * 4))
     assert generated == list(range(4 * 4, 9 * 4))
+
+
+def test_x19_slime_2236_step_and_position_are_those_of_the_checkpoint_that_was_given(tmp_path):
+    """There, the first rollout that a command gave was replaced by that of the newest checkpoint,
+    so that a resumed run repeated or skipped data. Here the step and the position have one source,
+    the given checkpoint, and a newer one in the same run is an error."""
+    prompts = PromptStream([{"n": n} for n in range(50)], seed=0)
+    positions = {}
+    for step in (4, 8):
+        prompts.take(16)
+        positions[step] = prompts.position()
+        saved = checkpoint(tmp_path / "first" / "checkpoints", step, positions[step])
+    earlier = saved.with_name("step_4")
+    state = find(tmp_path, "second", earlier, kl=0).state
+    assert (state.step, state.position) == (4, positions[4]) and positions[4] != positions[8]
+    assert find(tmp_path, "first", kl=0).state.step == 8
+    with pytest.raises(CheckpointError, match="step_8: is ahead of step 4"):
+        find(tmp_path, "first", earlier, kl=0)
 
 
 @pytest.mark.parametrize("rows", [4, 10, 50])
@@ -377,11 +395,13 @@ def test_every_report_is_on_the_page_with_its_tests():
     text = Path("docs/reports.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| [")]
     sources = [Path(__file__), Path("tests/sync/test_vllm.py")]
-    named = {name for file in sources for name in re.findall(r"def (test_x19\w+)", file.read_text())}
+    named = {
+        name for file in sources for name in re.findall(r"def (test_x19\w+)", file.read_text())
+    }
     assert named == set(re.findall(r"`(test_x19\w+)`", text))
     for row in rows:
         for project, number in re.findall(r"\[[\w-]+/([\w-]+)#(\d+)\]", row):
             short = {"RL": "nemo_rl"}.get(project, project.lower().replace("-", "_"))
             tests = re.findall(r"`(test_x19\w+)`", row)
             assert any(f"{short}_{number}_" in test for test in tests), (project, number)
-    assert len(rows) == 13
+    assert len(rows) == 14
