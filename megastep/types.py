@@ -187,6 +187,8 @@ class Trajectory:
     steps: list[Step]  # empty: the first prompt was too long
     stop_reason: str = StopReason.DONE
     env_metrics: dict = field(default_factory=dict)  # reported by the environment; JSON values
+    # temperature, top_p and top_k of the distribution whose logprobs the steps have; None: unknown
+    sampling: dict[str, float] | None = None
 
     @property
     def reward(self) -> float:

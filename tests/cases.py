@@ -825,6 +825,42 @@ def attach_replay_with(folder, setting: str, value) -> str:
     return "attached"
 
 
+# ---------------------------------------------------------------- reports on other trainers
+
+
+def logprobs_after_a_discarded_decoder(folder, groups) -> dict:
+    """logprobs_of, with a model that builds its decoder twice and keeps the second."""
+    from megatron.core.models.gpt import gpt_model
+
+    build = gpt_model.TransformerBlock
+
+    def build_twice(*arguments, **named):
+        build(*arguments, **named)
+        return build(*arguments, **named)
+
+    with mock.patch.object(gpt_model, "TransformerBlock", build_twice):
+        return logprobs_of(folder, {}, groups)
+
+
+def update_after_forward_passes(folder, groups, before: list, align: int) -> tuple:
+    """One update under recomputation, after forward-only passes over the groups `before` and with
+    padding: parameters, layers with unused routing, and replayed choices of each layer."""
+    worker = make_worker(
+        folder, {}, {**UPDATE, "routing_replay.enabled": True, "policy.recompute": ["full"]}
+    )
+    for passed in before:
+        worker.logprobs(batches_of(worker, passed))
+    (batches,) = update_rollouts.micro_batches(groups, 1, 4096, "trie", align)
+    paddings = [
+        join([], align, (update_rollouts.LAYERS, update_rollouts.TOP_K)) for _ in range(align > 1)
+    ]
+    assert worker.update([*batches, *paddings]).skipped is None
+    layers = worker._all_layer_replays()
+    unused = [x.layer for x in layers if x.target is not None or x.recompute_targets]
+    parameters = [p.detach().numpy().copy() for p in worker._parameters()]
+    return parameters, unused, [int(layer.recorded) for layer in layers]
+
+
 # ---------------------------------------------------------------- memory
 
 

@@ -316,7 +316,14 @@ class _Episode:
         if self.steps:
             self.steps[-1].last = True
             self.steps[-1].finish = stop.finish or self.steps[-1].finish
-        return Trajectory(self.group_id, self.index, self.steps, stop.reason, self.metrics)
+        return Trajectory(
+            self.group_id,
+            self.index,
+            self.steps,
+            stop.reason,
+            self.metrics,
+            sampling=self.agent.sampling.distribution,
+        )
 
     async def close(self) -> None:
         env = self.env

@@ -22,6 +22,11 @@ class Sampling:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()  # the sampled one is the last token of the response
 
+    @property
+    def distribution(self) -> dict[str, float]:
+        """What logprobs depend on besides the model, as in `types.Trajectory`."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
 
 @dataclass(eq=False)
 class Generation:

@@ -27,7 +27,8 @@ G groups, N trajectories, S steps.
                                          four bytes in little-endian order
 
 The file's metadata holds `format` ("megastep.rollouts"), `version` ("3") and `trajectories`: JSON,
-one object per trajectory with `stop_reason` and `env_metrics`. A reader rejects a higher version;
+one object per trajectory with `stop_reason`, `env_metrics` and, where it is known, `sampling`: the
+`temperature`, `top_p` and `top_k` that the logprobs include. A reader rejects a higher version;
 within a version, columns are only added. Version 2 is without step/prompt_shared: its size grows
 with the square of the number of turns. Version 1 is without checksums, for files written by other
 programs; damage to its values is not detected.
@@ -232,7 +233,12 @@ def _write_column(file: BinaryIO, column: _Column) -> int:
 
 
 def _trajectory_json(trajectory: Trajectory) -> str:
-    fields = {"stop_reason": trajectory.stop_reason, "env_metrics": trajectory.env_metrics}
+    fields: dict[str, Any] = {
+        "stop_reason": trajectory.stop_reason,
+        "env_metrics": trajectory.env_metrics,
+    }
+    if trajectory.sampling is not None:
+        fields["sampling"] = trajectory.sampling
     try:
         return json.dumps(fields)
     except (TypeError, ValueError, RecursionError) as error:
@@ -445,7 +451,7 @@ def _view(name: str, entry: dict, part: memoryview) -> np.ndarray:
 
 
 def _trajectories(metadata: dict) -> list[dict]:
-    """stop_reason and env_metrics of each trajectory."""
+    """stop_reason, env_metrics and sampling of each trajectory."""
     entries = json.loads(metadata["trajectories"])
     if not isinstance(entries, list):
         raise ValueError("trajectories is not a list")
@@ -457,7 +463,15 @@ def _trajectories(metadata: dict) -> list[dict]:
         )
         if not valid:
             raise ValueError(f"entry {i} of trajectories lacks stop_reason or env_metrics")
+        if not _is_sampling(entry.get("sampling")):
+            raise ValueError(f"sampling of entry {i} of trajectories must hold numbers")
     return entries
+
+
+def _is_sampling(value: object) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, dict) and all(type(n) in (int, float) for n in value.values())
 
 
 def _short(value: object) -> str:
@@ -494,6 +508,7 @@ def _groups(columns: dict[str, np.ndarray], entries: list[dict]) -> list[Group]:
                 steps=steps[first_step:stop_step],
                 stop_reason=entries[i]["stop_reason"],
                 env_metrics=entries[i]["env_metrics"],
+                sampling=entries[i].get("sampling"),
             )
             group.trajectories.append(trajectory)
         groups.append(group)

@@ -91,10 +91,10 @@ class CheckedReload:
         missing = [
             name
             for name, layer in self.model.named_modules()
-            if layer is not head and (_received_nothing(layer) or _lacks_experts(layer))
+            if layer is not head and (_received_nothing(layer) or _received_some_experts(layer))
         ]
         missing += [experts.layer.layer_name for experts in self._packed if not experts.finish()]
-        if missing:  # vLLM would only log it and keep the stale weights
+        if missing:  # vLLM would only log it, and keep stale or uninitialized weights
             raise ValueError(f"weights are missing in {len(missing)} layers, such as {missing[0]}")
         finalize_layerwise_reload(self.model, self.model_config)
         if head is not None and self.device.type == "cpu":
@@ -113,19 +113,27 @@ def _received_nothing(layer: torch.nn.Module) -> bool:
     return info.can_load() and info.load_numel == 0 and has_parameters
 
 
-def _lacks_experts(layer: torch.nn.Module) -> bool:
-    """Whether a layer that is incomplete by its elements lacks experts.
+def _received_some_experts(layer: torch.nn.Module) -> bool:
+    """Whether a layer that vLLM reloads received some of its experts only.
 
-    vLLM takes the difference for padding, and would leave them uninitialized.
+    vLLM completes such a layer from uninitialized memory. It counts elements, and takes those that
+    are missing for padding, which some kernels add to each expert.
     """
     info = get_layerwise_info(layer)
     if not info.can_load() or not isinstance(layer, RoutedExperts):
         return False
-    received = {
-        (bound.arguments["shard_id"], bound.arguments["expert_id"])
-        for _, bound in info.loaded_weights
-    }
-    return len(received) < 3 * layer.moe_config.num_experts  # gate, up and down projection
+    received = set()  # shard id, expert
+    for param_name, bound in info.loaded_weights:
+        if param_name not in ("w13_weight", "w2_weight"):
+            continue
+        arguments = bound.arguments
+        if arguments["loaded_weight"].dim() == 3:  # all experts in one tensor
+            received |= {(arguments["shard_id"], i) for i in range(layer.local_num_experts)}
+        else:
+            expert = layer._map_global_expert_id_to_local_expert_id(arguments["expert_id"])
+            received.add((arguments["shard_id"], expert))
+    local = [key for key in received if key[1] >= 0]  # -1: an expert of another rank
+    return 0 < len(local) < 3 * layer.local_num_experts
 
 
 # ---------------------------------------------------------------- experts on a CPU

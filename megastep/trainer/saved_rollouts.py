@@ -90,6 +90,7 @@ def _check_trainable(config: Config, path: Path, batches: list[Batch]) -> None:
         raise StoreError(f"{path}: not of {config.model.path}: {error.summary()}") from None
     if not config.loss.uses_rewards:
         return
+    _check_sampling(config, path, kept)
     informative = sum(batch.informative for batch in batches)
     reason = f"under advantage.estimator = {config.advantage.estimator} all advantages are 0"
     if not informative:
@@ -100,3 +101,16 @@ def _check_trainable(config: Config, path: Path, batches: list[Batch]) -> None:
     if informative < len(kept):
         degenerate = len(kept) - informative
         print(f"{path}: {degenerate} of {len(kept)} prompts train nothing: {reason}")
+
+
+def _check_sampling(config: Config, path: Path, groups: list[Group]) -> None:
+    """The ratio of logprobs of two distributions, such as with and without top_p, is not 1 on
+    policy."""
+    for trajectory in (t for group in groups for t in group.trajectories):
+        for name, value in (trajectory.sampling or {}).items():
+            ours = getattr(config.rollout, name, value)
+            if value != ours:
+                raise StoreError(
+                    f"{path}: sampled with {name} {value:g}, which rollout.{name} = {ours:g} does "
+                    "not allow: the logprobs of rollout and trainer must be of one distribution"
+                )

@@ -20,11 +20,11 @@ from tests.processes import alive, descendants
 from tests.runs import LOCAL
 
 
-def checkpoint(root: Path, step: int) -> Path:
+def checkpoint(root: Path, step: int, position: dict[str, int] | None = None) -> Path:
     """The files that the driver reads."""
     folder = root / f"step_{step}"
     folder.mkdir(parents=True)
-    LoopState(step).write(folder)
+    LoopState(step, position or {}).write(folder)
     write_manifest(
         folder,
         describe(read_architecture(load(LOCAL, []).model.path), step, None, with_optimizer=True),
