@@ -12,6 +12,7 @@ from megastep.config.megatron import REJECTED as REJECTED_MEGATRON
 from megastep.config.schema import (
     GPU_BACKENDS,
     AdvantageConfig,
+    AgentConfig,
     AsyncConfig,
     CheckpointConfig,
     ClusterConfig,
@@ -40,6 +41,7 @@ __all__ = [
     "GPU_BACKENDS",
     "REJECTED_MEGATRON",
     "AdvantageConfig",
+    "AgentConfig",
     "AsyncConfig",
     "CheckpointConfig",
     "ClusterConfig",

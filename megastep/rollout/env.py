@@ -74,6 +74,8 @@ class Outcome(NamedTuple):
     done: bool = False
     metrics: dict[str, Any] = {}  # JSON values; a later turn overwrites values of the same name
     state: int | None = None  # id of the environment's state, for estimators that compare states
+    # Of an agent's calls by the id of their response, in addition to `reward` (docs/agents.md).
+    step_rewards: dict[str, float] = {}
 
 
 class Env(ABC):
@@ -275,23 +277,25 @@ def checked_outcome(returned: Any, max_chars: int) -> Outcome:
     if not isinstance(returned, tuple) or not 3 <= len(returned) <= len(Outcome._fields):
         raise EnvError(f"step() returned {shorten(returned)}; an Outcome is needed")
     outcome = Outcome(*returned)
+    if outcome.step_rewards:
+        raise EnvError("step() returned step_rewards; an environment's turns have rewards already")
     return Outcome(
         observation=checked_messages(outcome.observation, max_chars),
-        reward=_checked_reward(outcome.reward),
+        reward=checked_reward(outcome.reward),
         done=_checked_done(outcome.done),
-        metrics=_checked_metrics(outcome.metrics),
+        metrics=checked_metrics(outcome.metrics),
         state=_checked_state(outcome.state),
     )
 
 
-def _checked_reward(reward: Any) -> float:
+def checked_reward(reward: Any, who: str = "step()") -> float:
     try:
         number = float(reward)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         # RuntimeError: a tensor with several elements
         number = math.nan
     if isinstance(reward, (str, bytes)) or not math.isfinite(number):
-        raise EnvError(f"step() returned the reward {shorten(reward)}; a finite number is needed")
+        raise EnvError(f"{who} returned the reward {shorten(reward)}; a finite number is needed")
     return number
 
 
@@ -316,30 +320,30 @@ def _checked_state(state: Any) -> int | None:
     return number
 
 
-def _checked_metrics(metrics: Any) -> dict[str, Any]:
+def checked_metrics(metrics: Any, who: str = "step()") -> dict[str, Any]:
     try:
         text = json.dumps(dict(metrics), allow_nan=False, default=plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvError(
-            f"step() returned the metrics {shorten(metrics)}: {one_line(error)}"
+            f"{who} returned the metrics {shorten(metrics)}: {one_line(error)}"
         ) from None
     if len(text) > MAX_METRICS_CHARS:
         raise EnvError(
-            f"step() returned metrics of {len(text)} characters; "
+            f"{who} returned metrics of {len(text)} characters; "
             f"at most {MAX_METRICS_CHARS} are recorded"
         )
     recorded = json.loads(text)
     if "\\ud" in text and (problem := lone_surrogate(recorded)):
-        raise EnvError(f"step() returned metrics that are not Unicode text: {problem}")
+        raise EnvError(f"{who} returned metrics that are not Unicode text: {problem}")
     for name, value in recorded.items():
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             raise EnvError(
-                f"step() returned the metric {name} = {shorten(value)}; it must fit a float"
+                f"{who} returned the metric {name} = {shorten(value)}; it must fit a float"
             )
     success = recorded.get("success", True)
     if not isinstance(success, (bool, int, float)):
         raise EnvError(
-            f"step() returned the metric success = {shorten(success)}; "
+            f"{who} returned the metric success = {shorten(success)}; "
             "True, False or a number is needed"
         )
     return recorded

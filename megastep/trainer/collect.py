@@ -22,7 +22,7 @@ from megastep.errors import CheckpointError, OutputError, RunDirError
 from megastep.report.run_report import write_report
 from megastep.rollout.data import Prompt
 from megastep.rollout.generation import Generate
-from megastep.rollout.pool import LocalPool, check_not_all_failed
+from megastep.rollout.pool import Pool, check_not_all_failed
 from megastep.rollout.task import Task
 from megastep.samples import store
 from megastep.samples.metrics import (
@@ -108,7 +108,7 @@ def _checkpoint(config: Config) -> Path | None:
 def _generate(
     config: Config,
     checkpoint: Path | None,
-    make_pool: Callable[[Generate], LocalPool],
+    make_pool: Callable[[Generate], Pool],
     prompts: list[Prompt],
     log: Path,
 ) -> tuple[list[Group], float]:
