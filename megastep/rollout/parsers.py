@@ -6,6 +6,7 @@ imported in a thread, when the first response needs a parser.
 
 import asyncio
 import json
+import logging
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -83,6 +84,8 @@ class Parsers:
         if self.reasoning_parser is not None and self._reasoning is None:
             kind = ReasoningParserManager.get_reasoning_parser(self.reasoning_parser)
             self._reasoning = kind(self.tokenizer)
+        # A response without a valid call is no error: a model in training samples many.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self._loaded = True
 
     def _without_reasoning(self, text: str, before: str) -> Parsed:
