@@ -164,3 +164,39 @@ def test_parsers_are_chosen_by_the_template_and_checked():
     Parsers(chats.tokenizer("qwen3"), "hermes", "deepseek_r1").check()
     with pytest.raises(ConfigError, match="agent.tool_parser = hermit: vLLM has no such parser"):
         Parsers(chats.tokenizer("qwen3"), "hermit", "none").check()
+
+
+def test_an_agent_framework_runs_unchanged():
+    """openai-agents: its loop, its tools, its streaming."""
+    import agents as framework
+    from openai import AsyncOpenAI
+
+    framework.set_tracing_disabled(True)
+    looked_up = []
+
+    @framework.function_tool
+    def look(key: str) -> str:
+        """Look something up."""
+        looked_up.append(key)
+        return f"found {key}"
+
+    async def call(task, llm):
+        client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key)
+        model = framework.OpenAIChatCompletionsModel(llm.model, client)
+        agent = framework.Agent(name="seeker", instructions="Seek.", model=model, tools=[look])
+        result = await framework.Runner.run(agent, "ab?")
+        streamed = framework.Runner.run_streamed(agent, "again?")
+        async for _ in streamed.stream_events():
+            pass
+        assert result.final_output == streamed.final_output == "at last"
+        return 1.0
+
+    replies = [LOOK, "at last<|im_end|>"] * 2
+    trajectory, _, renderer = run_agent(call, *replies, **TOOLS)
+    assert trajectory.stop_reason == "done", trajectory.env_metrics
+    assert looked_up == ["ab", "ab"] and len(trajectory.steps) == 4
+    assert all(step.loss_mask.all() for step in trajectory.steps)
+    one, two = trajectory.steps[:2]
+    sequence = np.concatenate([one.prompt_ids, one.response_ids])
+    assert two.prompt_ids[: len(sequence)].tolist() == sequence.tolist()
+    assert "found ab" in renderer.tokenizer.decode(two.prompt_ids)
