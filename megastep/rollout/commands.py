@@ -40,6 +40,7 @@ INHERITED = (
     "USER",
 )
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
+PIPE_S = 2.0  # to read what the processes wrote before they ended
 LINE_BYTES = 1 << 20  # of the result
 ERROR_BYTES = 16_384  # of stderr that are kept
 ERROR_CHARS = 600  # of stderr in the reason of a failure
@@ -68,36 +69,40 @@ class Command:
     async def run(self, task: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
         """The result; raises EnvError for a program that fails or writes none."""
         process = await self._start(variables)
-        group = process.pid  # start_new_session: it leads its group
-        _watchdog().add(group)
+        _watchdog().add(process.group)
+        text = json.dumps(task, default=str).encode() + b"\n"
+        out = _Tail(process.stdout, LINE_BYTES)
+        err = _Tail(process.stderr, ERROR_BYTES)
+        works = (_feed(process.stdin, text), out.read(), err.read())
+        pipes = [asyncio.ensure_future(work) for work in works]
         try:
-            assert process.stdout is not None and process.stderr is not None
-            text = json.dumps(task, default=str).encode() + b"\n"
-            _, out, err = await asyncio.gather(
-                _feed(process, text),
-                _tail(process.stdout, LINE_BYTES),
-                _tail(process.stderr, ERROR_BYTES),
-            )
-            status = await process.wait()
+            await process.exited.wait()
         finally:
-            await _end(process, group)
-            _watchdog().remove(group)
+            await process.end()
+            _watchdog().remove(process.group)
+            # A process that left the group may hold the pipes open.
+            await asyncio.wait(pipes, timeout=PIPE_S)
+            for pipe in pipes:
+                pipe.cancel()
+            process.transport.close()
+        status = process.transport.get_returncode()
+        assert status is not None
         if status != 0:
-            raise EnvError(f"the command {_ended(status)}{_end_of(err)}")
-        return _result(out, err)
+            raise EnvError(f"the command {_ended(status)}{_end_of(err.kept)}")
+        return _result(out.kept, err.kept)
 
-    async def _start(self, variables: dict[str, str]) -> asyncio.subprocess.Process:
+    async def _start(self, variables: dict[str, str]) -> "_Process":
         named = redaction.resolved({name: f"${{env:{name}}}" for name in self.environment})
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.create_subprocess_exec(
+            _, process = await loop.subprocess_exec(
+                lambda: _Process(limit=1 << 16, loop=loop),
                 *self.arguments,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
                 env=inherited | named | variables,
                 start_new_session=True,
             )
+            return process
         except OSError as error:
             raise EnvError(
                 f"agent.command = {one_line(self.arguments[0])}: cannot be started "
@@ -105,32 +110,58 @@ class Command:
             ) from None
 
 
-async def _feed(process: asyncio.subprocess.Process, text: bytes) -> None:
-    assert process.stdin is not None
+class _Process(asyncio.subprocess.SubprocessStreamProtocol):
+    """`exited` is set when the process ends, even if its children hold its pipes open, for which
+    asyncio's own `Process.wait` waits."""
+
+    transport: asyncio.SubprocessTransport
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+    stderr: asyncio.StreamReader
+
+    def __init__(self, limit: int, loop: asyncio.AbstractEventLoop):
+        super().__init__(limit, loop)
+        self.exited = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self.transport = transport
+        self.group = transport.get_pid()  # start_new_session: it leads its group
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
+
+    async def end(self) -> None:
+        """End the process and all that it started in its group."""
+        if not self.exited.is_set():
+            _signal(self.group, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await self.exited.wait()
+        _signal(self.group, signal.SIGKILL)
+        await self.exited.wait()
+
+
+async def _feed(stdin: asyncio.StreamWriter, text: bytes) -> None:
     with contextlib.suppress(ConnectionError):  # it need not read its task
-        process.stdin.write(text)
-        await process.stdin.drain()
-    process.stdin.close()
+        stdin.write(text)
+        await stdin.drain()
+    stdin.close()
 
 
-async def _tail(stream: asyncio.StreamReader, most: int) -> bytes:
+@dataclass
+class _Tail:
     """The last bytes of a stream; a program that writes without end costs no memory."""
-    kept = b""
-    while chunk := await stream.read(1 << 16):
-        kept = (kept + chunk)[-most:]
-    return kept
 
+    stream: asyncio.StreamReader
+    most: int
+    kept: bytes = b""
 
-async def _end(process: asyncio.subprocess.Process, group: int) -> None:
-    """End the process and all that it started in its group."""
-    if process.returncode is None:
-        _signal(group, signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S):
-                await process.wait()
-    _signal(group, signal.SIGKILL)
-    if process.returncode is None:
-        await process.wait()
+    async def read(self) -> None:
+        while chunk := await self.stream.read(1 << 16):
+            self.kept = (self.kept + chunk)[-self.most :]
 
 
 def _signal(group: int, number: int) -> None:

@@ -63,7 +63,8 @@ MAX_METRICS_CHARS = 100_000  # per outcome, as JSON
 STATES = range(-(2**63), 2**63)  # int64, as in the columns of a rollout file
 MAX_NAME_CHARS = 80  # of env.name in an error message
 
-Message = dict[str, Any]  # role and content, as a chat template takes them
+# Role and content, as a chat template takes them; also tool_calls, tool_call_id and name.
+Message = dict[str, Any]
 
 
 class Outcome(NamedTuple):
@@ -253,23 +254,66 @@ def checked_start(messages: Any, max_chars: int) -> list[Message]:
 
 
 def checked_messages(messages: Any, max_chars: int) -> list[Message]:
-    valid = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in messages
-    )
-    if not valid:
+    """The messages with their content as text."""
+    if not isinstance(messages, list):
         raise EnvError(f"expected chat messages with role and content, got {shorten(messages)}")
-    chars = sum(_chars(message) for message in messages)
+    checked = [_checked_message(message, messages) for message in messages]
+    chars = sum(_chars(message) for message in checked)
     if chars > max_chars:
         # Not truncated: that would silently change the task.
         raise EnvError(
             f"messages of {chars} characters; rollout.max_observation_chars = {max_chars}"
         )
-    return messages
+    return checked
+
+
+def _checked_message(message: Any, messages: list) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise EnvError(f"expected chat messages with role and content, got {shorten(messages)}")
+    calls = message.get("tool_calls")
+    if calls is not None and not are_tool_calls(calls):
+        raise EnvError(
+            f"a message has tool_calls = {shorten(calls)}; "
+            '[{"function": {"name": "...", "arguments": {...}}}] is needed'
+        )
+    for name in ("tool_call_id", "name"):
+        if not isinstance(message.get(name, ""), str):
+            raise EnvError(f"a message has {name} = {shorten(message[name])}; text is needed")
+    content = message.get("content")
+    if content is None and calls:
+        content = ""
+    if isinstance(content, list) and all(map(_is_text_part, content)):
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise EnvError(f"expected chat messages with role and content, got {shorten(messages)}")
+    return message if content is message.get("content") else message | {"content": content}
+
+
+def are_tool_calls(calls: Any) -> bool:
+    """Whether the value has the form of tool calls; their arguments are a JSON object or text."""
+    return isinstance(calls, list) and all(
+        isinstance(call, dict)
+        and isinstance(call.get("function"), dict)
+        and isinstance(call["function"].get("name"), str)
+        and isinstance(call["function"].get("arguments", {}), (dict, str))
+        for call in calls
+    )
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
 
 
 def _chars(message: dict) -> int:
-    return sum(len(text) for text in message.values() if isinstance(text, str))
+    texts = sum(len(text) for text in message.values() if isinstance(text, str))
+    if not message.get("tool_calls"):
+        return texts
+    try:
+        return texts + len(json.dumps(message["tool_calls"]))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvError(f"a message has tool_calls that are no JSON: {one_line(error)}") from None
 
 
 def checked_outcome(returned: Any, max_chars: int) -> Outcome:
