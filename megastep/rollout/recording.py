@@ -35,7 +35,7 @@ from megastep.rollout.generation import Generate, Generation, Sampling, Session
 from megastep.rollout.parsers import Parsers
 from megastep.rollout.renderer import Renderer
 from megastep.rollout.turns import Rendered, SampledTurns
-from megastep.samples.prefix import common_prefix
+from megastep.samples.prefix import shared_tokens
 from megastep.text import describe
 from megastep.types import FinishReason, Step, StopReason
 
@@ -327,15 +327,6 @@ class Recording:
         if self.untrained:
             metrics["untrained"] = dict(self.untrained)
         return metrics
-
-
-def shared_tokens(step: Step, prompt_ids: np.ndarray) -> int:
-    """Leading tokens of the prompt that are the step's, prompt and response."""
-    own = step.prompt_ids
-    shared = common_prefix(own, prompt_ids)
-    if shared < len(own):
-        return shared
-    return shared + common_prefix(step.response_ids, prompt_ids[shared:])
 
 
 def _plain_choice(
