@@ -1,6 +1,7 @@
 """An HTTP server through which agent programs call the model, in the event loop of the episodes.
 
-    OPENAI_BASE_URL      http://HOST:PORT/EPISODE/v1     /chat/completions, /completions, /models
+    OPENAI_BASE_URL      http://HOST:PORT/EPISODE/v1     /chat/completions, /completions,
+                                                         /responses, /models
     ANTHROPIC_BASE_URL   http://HOST:PORT/EPISODE        /v1/messages, /v1/models
 
 Each episode has a path and a key of its own, both unguessable, which expire with it. A client that
@@ -25,7 +26,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megastep.rollout import anthropic_api, openai_api
+from megastep.rollout import anthropic_api, openai_api, responses_api
 from megastep.rollout.calls import Answer, CallError, ModelCall, flag, read_json
 from megastep.rollout.recording import Recording
 from megastep.text import describe
@@ -110,6 +111,7 @@ class Endpoint:
                 web.get("/{episode}/v1/models", self._models),
                 web.post("/{episode}/v1/chat/completions", self._chat),
                 web.post("/{episode}/v1/completions", self._completions),
+                web.post("/{episode}/v1/responses", self._responses),
                 web.post("/{episode}/v1/messages", self._messages),
                 web.post("/{episode}/v1/messages/count_tokens", self._count_tokens),
             ]
@@ -157,7 +159,7 @@ class Endpoint:
         write: Callable[[Answer, str], dict[str, Any]],
         events: Callable[[Answer, str, bool], Iterator[dict[str, Any]]],
     ) -> web.StreamResponse:
-        """A call of OpenAI's APIs."""
+        """A call of an API whose events have no names."""
         episode = self._episode(request)
         body = await _body(request)
         model = str(body.get("model") or openai_api.MODEL)
@@ -171,17 +173,39 @@ class Endpoint:
         return await _send_events(request, episode, answer, [*lines, "data: [DONE]\n\n"])
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
-        """A call of Anthropic's API."""
+        return await self._answer_named(
+            request,
+            anthropic_api.messages_call,
+            anthropic_api.message_body,
+            anthropic_api.message_events,
+        )
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer_named(
+            request,
+            responses_api.responses_call,
+            responses_api.response_body,
+            responses_api.response_events,
+        )
+
+    async def _answer_named(
+        self,
+        request: web.Request,
+        read: Callable[[dict[str, Any]], ModelCall],
+        write: Callable[[Answer, str], dict[str, Any]],
+        events: Callable[[Answer, str], Iterator[dict[str, Any]]],
+    ) -> web.StreamResponse:
+        """A call of an API whose events have names."""
         episode = self._episode(request)
         body = await _body(request)
         model = str(body.get("model") or openai_api.MODEL)
         is_stream = flag(body, "stream")
-        answer = await _call(episode, request, anthropic_api.messages_call(body))
+        answer = await _call(episode, request, read(body))
         if not is_stream:
-            return _json(anthropic_api.message_body(answer, model), answer)
+            return _json(write(answer, model), answer)
         lines = [
             f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
-            for event in anthropic_api.message_events(answer, model)
+            for event in events(answer, model)
         ]
         return await _send_events(request, episode, answer, lines)
 

@@ -16,6 +16,7 @@ from tests.rollout.agents import make_pool, user
 from tests.rollout.test_endpoint import TWO_TOKENS
 
 CHAT, TEXT, MESSAGES = "chat/completions", "completions", "messages"
+RESPONSES = "responses"
 ONE = {"messages": [user("?")]}
 PROMPT = {"prompt": "ab"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -95,6 +96,17 @@ BAD = {
     "blocks": (MESSAGES, {"messages": [user([3])]}, 400, "text or blocks are needed"),
     "schema": (MESSAGES, ONE | {"tools": [{"name": "f"}]}, 400, "input_schema"),
     "choice": (MESSAGES, ONE | {"tool_choice": "any"}, 400, "auto, any, tool or none"),
+    "no_input": (RESPONSES, {}, 400, "input is None"),
+    "input_number": (RESPONSES, {"input": [3]}, 400, "input[0] is 3"),
+    "input_call": (RESPONSES, {"input": [{"type": "function_call"}]}, 400, "needs a name"),
+    "web_search": (RESPONSES, {"input": "?", "tools": [{"type": "web"}]}, 400, "functions"),
+    "stored": (RESPONSES, {"input": "?", "previous_response_id": "x"}, 400, "not stored"),
+    "schema_text": (
+        RESPONSES,
+        {"input": "?", "text": {"format": {"type": "json_schema"}}},
+        400,
+        "text.format",
+    ),
     "no_such_path": ("embeddings", ONE, 404, "Not Found"),
 }
 

@@ -166,7 +166,8 @@ def test_parsers_are_chosen_by_the_template_and_checked():
         Parsers(chats.tokenizer("qwen3"), "hermit", "none").check()
 
 
-def test_an_agent_framework_runs_unchanged():
+@pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_an_agent_framework_runs_unchanged(kind):
     """openai-agents: its loop, its tools, its streaming."""
     import agents as framework
     from openai import AsyncOpenAI
@@ -182,7 +183,7 @@ def test_an_agent_framework_runs_unchanged():
 
     async def call(task, llm):
         client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key)
-        model = framework.OpenAIChatCompletionsModel(llm.model, client)
+        model = getattr(framework, kind)(llm.model, client)
         agent = framework.Agent(name="seeker", instructions="Seek.", model=model, tools=[look])
         result = await framework.Runner.run(agent, "ab?")
         streamed = framework.Runner.run_streamed(agent, "again?")
