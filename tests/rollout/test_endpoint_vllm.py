@@ -7,12 +7,13 @@ import numpy as np
 
 from megastep.envs.chase import Chase
 from megastep.rollout.agent import Agent, Limits
+from megastep.rollout.calls import ModelCall
 from megastep.rollout.data import Prompt
 from megastep.rollout.endpoint import Endpoint
 from megastep.rollout.generation import Sampling, Session
 from megastep.rollout.parsers import Parsers
 from megastep.rollout.program import FunctionProgram, ProgramPool
-from megastep.rollout.recording import Model
+from megastep.rollout.recording import Model, Recording
 from megastep.rollout.renderer import Renderer
 from megastep.samples.validation import validate
 from megastep.types import Group
@@ -59,3 +60,16 @@ def test_chase_through_the_endpoint_equals_chase_through_env(rollouts):
                 assert one.routing_start == other.routing_start
                 for name in FIELDS:
                     assert np.array_equal(getattr(one, name), getattr(other, name)), (mode, name)
+
+
+def test_parameters_of_a_call_reach_the_engine(rollouts):
+    """Logit bias forces a token; the step is context."""
+    renderer = Renderer.for_model("configs/models/chase", "tokens")
+    parsers = Parsers(renderer.tokenizer, "none", "none")
+    model = Model(rollouts.fleet.generate, renderer, parsers, LIMITS, GREEDY, 3, vocab=40)
+    recording = Recording(model, 0, 0, Session("bias", 0))
+    messages = [{"role": "user", "content": "hops 2 from 7"}]
+    asyncio.run(recording.answer(ModelCall(messages, extra={"logit_bias": {21: 100.0}})))
+    ((_, _, step),) = recording.calls
+    assert step.response_ids[:-1].tolist() == [21] * (LIMITS.max_response_tokens - 1)
+    assert not step.loss_mask.any() and recording.untrained == {"sampling": 1}
