@@ -3,7 +3,9 @@
     throughput   64 concurrent sessions of 4 turns over /v1/chat/completions; prompt 64, response
                  32, user message 96 tokens. The clients are one process, the same for both servers;
                  the servers run the same model with the same engine settings, in alternation. The
-                 best round of each counts, in sampled tokens per second.
+                 best round of each counts, in sampled tokens per second. Printed too, since it does
+                 not depend on the load of the machine: tokens per second of CPU time, over all
+                 processes of a server, megastep's with Ray and its driver.
     latency      calls of one token to an idle engine, one at a time, in alternation: over HTTP with
                  the client in the endpoint's process, and `generate` itself; the difference.
 
@@ -22,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # engines share the cores
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import multiprocessing
 import signal
@@ -32,9 +35,11 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import numpy as np
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -115,9 +120,23 @@ def serve_clients(pipe) -> None:
 # ---------------------------------------------------------------- servers
 
 
+def cpu_seconds(of: psutil.Process, without: list[int]) -> float:
+    """CPU time of a process and of all below it, but those below `without`."""
+    total = 0.0
+    pending = [of]
+    while pending:
+        process = pending.pop()
+        with contextlib.suppress(psutil.Error):
+            if process.pid not in without:
+                times = process.cpu_times()
+                total += times.user + times.system
+                pending += process.children()
+    return total
+
+
 @contextlib.contextmanager
-def vllm_serve(config: Config) -> Iterator[str]:
-    """The address of `vllm serve` with the engine settings of megastep."""
+def vllm_serve(config: Config) -> Iterator[tuple[str, int]]:
+    """The address and process id of `vllm serve` with the engine settings of megastep."""
     setup = engine.Setup(
         0, "shm", has_gpu=False, gpu_ids=None, own_weights=True, threads=1, folder=".", log=None
     )
@@ -126,8 +145,9 @@ def vllm_serve(config: Config) -> Iterator[str]:
     names += ("kv_cache_memory_bytes", "seed")
     given = [f"--{name.replace('_', '-')}={arguments[name]}" for name in names]
     port = free_port()
+    # `vllm serve` itself asks for the metadata of a package that the CPU build does not have.
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", config.model.path),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model.path),
         *("--host=127.0.0.1", f"--port={port}", "--served-model-name=policy", "--enforce-eager"),
         *("--no-enable-chunked-prefill", "--generation-config=vllm", "--disable-log-stats"),
         *("--disable-uvicorn-access-log", *given),
@@ -141,7 +161,7 @@ def vllm_serve(config: Config) -> Iterator[str]:
         try:
             url = f"http://127.0.0.1:{port}"
             wait_until_up(process, url, log)
-            yield f"{url}/v1"
+            yield f"{url}/v1", process.pid
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -194,25 +214,45 @@ def throughput(cluster: Cluster, rounds: int) -> float:
     clients.start()
     there.close()
     model = answering(cluster.config, cluster.engines.generate)
-    speeds: dict[str, list[float]] = {"vllm serve": [], "megastep": []}
+    rounds_of: dict[str, list[Round]] = {"vllm serve": [], "megastep": []}
     try:
-        with vllm_serve(cluster.config) as url:
+        with vllm_serve(cluster.config) as (url, pid):
+            theirs = functools.partial(cpu_seconds, psutil.Process(pid), [])
+            ours = functools.partial(cpu_seconds, psutil.Process(), [pid, clients.pid])
             for number in range(rounds + 1):
                 first_seed = number * SESSIONS
+                before_s = theirs()
                 pipe.send(([(url, "none")] * SESSIONS, first_seed))
-                theirs = pipe.recv()
-                ours = asyncio.run(sessions(model, pipe, first_seed))
-                for name, (sampled, seconds) in zip(speeds, (theirs, ours), strict=True):
-                    speeds[name].append(sampled / seconds)
+                rounds_of["vllm serve"].append(Round(*pipe.recv(), theirs() - before_s))
+                before_s = ours()
+                found = asyncio.run(sessions(model, pipe, first_seed))
+                rounds_of["megastep"].append(Round(*found, ours() - before_s))
     finally:
         pipe.close()
         clients.join(30)
         clients.kill()
     print(f"{SESSIONS} sessions of {TURNS} turns, best of {rounds}")
-    for name, found in speeds.items():
-        shown = ", ".join(f"{speed:.0f}" for speed in found[1:])  # without the warm-up round
-        print(f"  {name:12}{max(found[1:]):7.0f} tokens/s   rounds {shown}", flush=True)
-    return max(speeds["megastep"][1:]) / max(speeds["vllm serve"][1:])
+    best = {name: _print_rounds(name, found[1:]) for name, found in rounds_of.items()}
+    return best["megastep"] / best["vllm serve"]
+
+
+class Round(NamedTuple):
+    tokens: int
+    seconds: float
+    cpu_s: float
+
+
+def _print_rounds(name: str, rounds: list[Round]) -> float:
+    """Returns the best."""
+    speeds = [one.tokens / one.seconds for one in rounds]
+    per_cpu_s = max(one.tokens / one.cpu_s for one in rounds)
+    shown = ", ".join(f"{speed:.0f}" for speed in speeds)
+    print(
+        f"  {name:12}{max(speeds):7.0f} tokens/s   rounds {shown}   "
+        f"{per_cpu_s:7.0f} tokens per CPU second",
+        flush=True,
+    )
+    return max(speeds)
 
 
 async def added_ms(cluster: Cluster) -> np.ndarray:

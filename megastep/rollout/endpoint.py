@@ -71,9 +71,11 @@ class _Episode:
 class Endpoint:
     """Listens while it has episodes; `session` is used in one event loop at a time."""
 
-    def __init__(self, host: str = "127.0.0.1", max_body_mb: int = 32):
+    def __init__(self, host: str = "127.0.0.1", max_body_mb: int = 32, port: int = 0):
+        """port: 0: any that is free."""
         self.host = host
         self._max_body = max_body_mb << 20
+        self._wanted_port = port
         self._episodes: dict[str, _Episode] = {}
         self._runner: web.AppRunner | None = None
         self._port = 0
@@ -120,7 +122,7 @@ class Endpoint:
             application, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
         )
         await runner.setup()
-        site = web.TCPSite(runner, self.host, 0, backlog=1024)
+        site = web.TCPSite(runner, self.host, self._wanted_port, backlog=1024)
         await site.start()
         self._port = runner.addresses[0][1]
         return runner

@@ -134,17 +134,7 @@ class Task:
         seed = f"{label}/{config.train.seed}"
         if self.program is not None:
             return ProgramPool(
-                Model(
-                    generate,
-                    self.renderer,
-                    _parsers(config, self.renderer),
-                    limits,
-                    sampling,
-                    seed,
-                    vocab=read_architecture(config.model.path).vocab,
-                    max_tokens=config.agent.max_tokens,
-                    roles=tuple(config.agent.roles),
-                ),
+                answering(config, self.renderer, generate, limits, sampling, seed),
                 self.program,
                 Endpoint(config.agent.host, config.agent.max_body_mb),
                 config.agent.timeout_s,
@@ -172,6 +162,28 @@ def _environment(config: Config) -> tuple[type[Env], Program | None]:
             f"env.name: must be given; one of {', '.join(sorted(BUILT_IN))}, or module:Class"
         )
     return find_env(config.env.name), None
+
+
+def answering(
+    config: Config,
+    renderer: Renderer,
+    generate: Generate,
+    limits: Limits,
+    sampling: Sampling,
+    seed: str,
+) -> Model:
+    """What answers the calls of agent programs."""
+    return Model(
+        generate,
+        renderer,
+        _parsers(config, renderer),
+        limits,
+        sampling,
+        seed,
+        vocab=read_architecture(config.model.path).vocab,
+        max_tokens=config.agent.max_tokens,
+        roles=tuple(config.agent.roles),
+    )
 
 
 def _parsers(config: Config, renderer: Renderer) -> Parsers:

@@ -193,7 +193,7 @@ def test_keys_open_their_own_episode_only():
 
 
 class Waiting:
-    """An engine that answers when it is told to."""
+    """An engine that waits for `release`."""
 
     def __init__(self, engine):
         self.engine = engine

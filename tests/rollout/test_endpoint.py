@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import time
 
 import anthropic
 import numpy as np
@@ -368,7 +369,9 @@ FEW = Limits(max_turns=3, max_prompt_tokens=500, max_response_tokens=40, env_tim
 )
 def test_a_failing_agent_is_a_marked_trajectory(program, stop_reason, steps, finish, error):
     program = _in_threads(program)
+    begin_s = time.monotonic()
     trajectory, _, _ = run_agent(program, limits=FEW, timeout_s=2.0)
+    assert time.monotonic() - begin_s < 20
     assert (trajectory.stop_reason, len(trajectory.steps)) == (stop_reason, steps)
     assert error in trajectory.env_metrics["error"] and trajectory.reward == 0
     if steps:

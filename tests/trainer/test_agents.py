@@ -1,17 +1,21 @@
 """A run of `megastep train` whose agent is a command: curl, the SDKs, and a team of sub-agents."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from megastep.distributed.ports import free_port
 from megastep.report.metrics_log import read_metrics
 from megastep.samples import store
 from megastep.types import Group
 from tests import cases
 from tests.policy.updates import steps_of
-from tests.runs import BARE, megastep, run
+from tests.runs import BARE, begin, megastep, run
 
 pytestmark = pytest.mark.timeout(600)
 CLIENTS = ("curl", "openai", "anthropic", "team")
@@ -30,7 +34,7 @@ AS_GRADIENT = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Two training steps; the metrics, and the groups of each step."""
+    """Two training steps; the run directory, the metrics, and the groups of each step."""
     folder = tmp_path_factory.mktemp("agents")
     rows = [json.dumps({"client": client}) + "\n" for client in CLIENTS]
     (folder / "rows.jsonl").write_text("".join(rows))
@@ -54,7 +58,7 @@ def trained(tmp_path_factory):
     done = run(megastep("train", folder, "run", *given))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     files = [folder / "run" / "rollouts" / f"step_{n}.safetensors" for n in (1, 2)]
-    return read_metrics(folder / "run"), [store.read(file) for file in files]
+    return folder / "run", read_metrics(folder / "run"), [store.read(file) for file in files]
 
 
 def client_of(trajectory) -> str:
@@ -63,7 +67,7 @@ def client_of(trajectory) -> str:
 
 
 def test_every_client_is_recorded_and_trained(trained):
-    metrics, steps = trained
+    _, metrics, steps = trained
     for groups in steps:
         trajectories = [t for group in groups for t in group.trajectories]
         assert all(t.stop_reason == "done" for t in trajectories), [
@@ -88,7 +92,7 @@ def test_every_client_is_recorded_and_trained(trained):
 def test_calls_of_a_team_train_as_the_single_calls_do(trained, ranks):
     """Parallel sub-agents and a compacted history: the gradient of the trie is that of its steps,
     each computed alone, with the same routing."""
-    _, (groups, _) = trained
+    _, _, (groups, _) = trained
     team = [group for group in groups if client_of(group.trajectories[0]) == "team"]
     assert [t.env_metrics["roles"].count("worker") for t in team[0].trajectories] == [3, 3]
     found = {}
@@ -113,3 +117,34 @@ def test_calls_of_a_team_train_as_the_single_calls_do(trained, ranks):
         off = np.abs(found["trie"][1][name] - found["flat"][1][name]).max()
         assert off <= 1e-5 * max(1.0, np.abs(gradient).max()), name
     assert largest > 1e-3
+
+
+def test_a_checkpoint_is_served_and_its_calls_are_recorded(trained, tmp_path):
+    folder, _, _ = trained
+    out = tmp_path / "calls.safetensors"
+    port = free_port()
+    command = [sys.executable, "-m", "megastep", "serve", str(folder), f"--port={port}"]
+    server = begin([*command, f"--record={out}"])
+    try:
+        exported = {}
+        while len(exported) < 4:
+            line = server.stdout.readline()
+            assert line, server.stderr.read()[-2000:]
+            if line.startswith("export "):
+                name, _, value = line.removeprefix("export ").strip().partition("=")
+                exported[name] = value
+        assert exported["OPENAI_BASE_URL"].startswith(f"http://127.0.0.1:{port}/")
+        environment = os.environ | exported
+        client = [sys.executable, "tests/rollout/agent_clients.py"]
+        done = subprocess.run(
+            client, input='{"client": "openai"}', env=environment, text=True, capture_output=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        server.send_signal(signal.SIGINT)
+        printed, errors = server.communicate(timeout=60)
+        assert server.returncode == 0 and f"{out}: 2 calls written" in printed, errors[-2000:]
+    finally:
+        server.kill()
+    ((trajectory,),) = [group.trajectories for group in store.read(out)]
+    assert len(trajectory.steps) == 2
+    assert trajectory.steps[0].versions[:, 0].tolist() == [2]  # of the checkpoint, two steps
