@@ -307,7 +307,11 @@ async def _send_events(
             for line in lines:
                 await response.write(line.encode())
             await response.write_eof()
-    except (asyncio.CancelledError, ConnectionError, TimeoutError):
+    except asyncio.CancelledError:
         episode.recording.drop(answer.id)
         raise
+    except (ConnectionError, TimeoutError):
+        episode.recording.drop(answer.id)
+        if request.transport is not None:
+            request.transport.abort()  # no other response can follow
     return response

@@ -106,7 +106,10 @@ class FunctionProgram(Program):
     async def run(self, task: dict[str, Any], llm: LLM) -> Any:
         if inspect.iscoroutinefunction(inspect.unwrap(self.function)):
             return await _in_agents_loop(self.function(task, llm))
-        return await blocking.calls.run(self.function, task, llm)
+        returned = await blocking.calls.run(self.function, task, llm)
+        if inspect.iscoroutine(returned):  # of functools.partial, or of a callable object
+            return await _in_agents_loop(returned)
+        return returned
 
     def generate(self, random: Random) -> dict[str, Any]:
         return super().generate(random) if self._generate is None else self._generate(random)

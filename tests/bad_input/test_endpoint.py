@@ -273,6 +273,26 @@ def test_a_stream_that_nobody_reads_to_the_end_is_context(monkeypatch):
     run(attack)
 
 
+def test_a_client_that_does_not_read_its_stream(monkeypatch):
+    """Its connection ends after a time, and its answer is context."""
+    monkeypatch.setattr(endpoint_module, "SEND_TIMEOUT_S", 0.2)
+
+    async def attack(scene):
+        recording = scene.recordings[0]
+
+        async def never(response, data):
+            await asyncio.sleep(60)
+
+        monkeypatch.setattr(endpoint_module.web.StreamResponse, "write", never)
+        with pytest.raises(aiohttp.ClientError):
+            await scene.post(scene.mine, CHAT, ONE | {"stream": True})
+        monkeypatch.undo()
+        ((_, _, step),) = recording.calls
+        assert not step.loss_mask.any() and recording.untrained == {"aborted": 1}
+
+    run(attack)
+
+
 def test_a_slow_request_ends_after_its_time(monkeypatch):
     monkeypatch.setattr(endpoint_module, "BODY_TIMEOUT_S", 0.2)
 

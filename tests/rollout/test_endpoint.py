@@ -1,6 +1,7 @@
 """Agent programs through the endpoint, with the real SDKs and a scripted engine."""
 
 import asyncio
+import functools
 import json
 import sys
 import time
@@ -303,8 +304,8 @@ def _in_threads(function):
     return program
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-def test_a_function_that_blocks_does_not_block_its_own_calls(is_async):
+@pytest.mark.parametrize("kind", ["async", "plain", "partial"])
+def test_a_function_that_blocks_does_not_block_its_own_calls(kind):
     def call(task, llm):
         client = openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key)
         client.chat.completions.create(model=llm.model, messages=[user("?")])
@@ -313,7 +314,12 @@ def test_a_function_that_blocks_does_not_block_its_own_calls(is_async):
     async def blocking_call(task, llm):
         return call(task, llm)
 
-    trajectory, _, _ = run_agent(_in_threads(blocking_call if is_async else call))
+    kinds = {
+        "async": blocking_call,
+        "plain": call,
+        "partial": functools.partial(functools.partial(blocking_call)),
+    }
+    trajectory, _, _ = run_agent(_in_threads(kinds[kind]))
     assert trajectory.reward == 1.0
 
 
