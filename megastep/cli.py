@@ -145,6 +145,21 @@ def _add_run_commands(commands) -> None:
     )
     _add_config_arguments(evaluation)
 
+    serving = _add(
+        commands,
+        "serve",
+        _serve,
+        "answer agent programs over HTTP, without training",
+        "Start the engines and the endpoint of agent programs (docs/agents.md), print its address "
+        "and key, and answer until Ctrl-C. CONFIG may be a run directory: its newest checkpoint.",
+        "serve runs/NAME --record calls.safetensors",
+    )
+    _add_config_arguments(serving)
+    serving.add_argument("--port", type=_positive(int, 65535), default=8000, help="default: 8000")
+    serving.add_argument(
+        "--record", metavar="FILE", type=Path, help="write the calls to a rollout file at the end"
+    )
+
 
 def _add_config_commands(commands) -> None:
     config = _add(
@@ -341,6 +356,20 @@ def _evaluate(args: argparse.Namespace) -> int:
 
         evaluate(config, Path(args.config).stem)
 
+    return _run(args, run)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    def run(config):
+        from megastep.trainer.serving import serve
+
+        serve(config, args.port, args.record)
+
+    folder = Path(args.config)
+    if folder.is_dir():
+        args.config = folder / "config.yaml"
+        parent = folder.absolute().parent
+        args.overrides = [f"run.dir={parent}", f"run.name={folder.name}", *args.overrides]
     return _run(args, run)
 
 

@@ -42,7 +42,7 @@ from megastep.errors import ClusterError
 from megastep.policy.actor import Policy, PolicyRank
 from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
-from megastep.rollout.pool import LocalPool, Pool
+from megastep.rollout.pool import Pool
 from megastep.rollout.worker import AgentWorker
 from megastep.rollout.workers import Workers, default_workers
 
@@ -101,7 +101,7 @@ class Cluster:
         assert self._engines is not None, "this cluster has no engines"
         return self._engines
 
-    def pool(self, local: LocalPool) -> Pool:
+    def pool(self, local: Pool) -> Pool:
         """The pool of agent workers, if there are any, instead of this one of the driver."""
         return local if self._workers is None else self._workers.pool(local)
 
@@ -304,7 +304,7 @@ class Cluster:
             cpus = sum(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
             spare_cpus = cpus - sum(bundle["CPU"] for bundle in self._bundles())
             count = default_workers(self.config.rollout.concurrency, self.has_gpu, spare_cpus)
-        if count and self.config.env.name is not None:
+        if count and (self.config.env.name is not None or self.config.has_agent):
             self._workers = Workers(self._spawn_worker, count, fleet)
             self._exits.callback(self._workers.close)
 
@@ -314,6 +314,7 @@ class Cluster:
             num_cpus=0, scheduling_strategy="SPREAD", max_concurrency=ACTOR_CONCURRENCY
         )
         environment = redaction.variables(self.config.env.options)
+        environment |= {name: os.environ[name] for name in self.config.agent.environment}
         return actor.remote(self.config, index, os.getcwd(), sys.path, environment, self.log)
 
     def _spawn_engine(self, index: int):

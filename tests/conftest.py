@@ -26,6 +26,8 @@ CLUSTERS = (
     "test_sender.py",
     "test_fleet.py",
     "test_workers.py",
+    "test_endpoint_vllm.py",
+    "test_agents.py",
     "test_pretrained.py",
 )
 ONE_WORKER = CLUSTERS[:6]  # half of the run time

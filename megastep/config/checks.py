@@ -45,6 +45,12 @@ _LEAST_TEMPERATURE = 0.01
 _MAX_TEXT = 4096  # characters: the longest path
 _MAX_NAME = 200  # bytes: file systems allow 255, and suffixes follow
 _TRITON_HEAD_DIM = 128  # at most: the blocks of more do not fit into a GPU's shared memory
+SET_BY_ENDPOINT = (
+    "OPENAI_BASE_URL",
+    "OPENAI_API_KEY",
+    "ANTHROPIC_BASE_URL",
+    "ANTHROPIC_API_KEY",
+)
 _RECOMPUTED = ("full", "core_attn", "mlp", "moe", "moe_act", "layernorm")
 
 
@@ -62,6 +68,7 @@ def validate(
     _check_estimator(config.advantage, problems)
     _check_fields(config, problems)
     _check_rollout(config, problems)
+    _check_agent(config, problems)
     _check_attention(config.policy, problems)
     _check_recomputation(config.policy, problems)
     _check_megatron(config, problems)
@@ -227,6 +234,48 @@ def _check_rollout(config: Config, problems: _Problems) -> None:
         response,
         "must be 2 or more: one sampled token and the end of the turn",
     )
+
+
+def _check_agent(config: Config, problems: _Problems) -> None:
+    agent = config.agent
+    if not config.has_agent:
+        return
+    problems.check(
+        config.env.name is None,
+        "env.name",
+        config.env.name,
+        "an agent takes the place of the environment; remove one of the two",
+    )
+    problems.check(
+        agent.function is None or agent.command is None,
+        "agent.command",
+        agent.command,
+        "agent.function is given too; remove one of the two",
+    )
+    problems.check(
+        agent.function is None or _is_function(agent.function),
+        "agent.function",
+        agent.function,
+        "is not of the form module:function",
+    )
+    problems.check(
+        agent.command is None or (len(agent.command) > 0 and agent.command[0].strip() != ""),
+        "agent.command",
+        agent.command,
+        "must begin with a program",
+    )
+    for name in agent.environment:
+        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
+            problems.check(False, "agent.environment", name, "is not the name of a variable")
+        elif name in SET_BY_ENDPOINT:
+            problems.check(False, "agent.environment", name, "is set by the endpoint")
+        else:
+            problems.check(name in os.environ, "agent.environment", name, "is not set")
+
+
+def _is_function(name: str) -> bool:
+    module, _, function = name.partition(":")
+    return all(part.isidentifier() for part in (*module.split("."), function))
 
 
 def _check_recomputation(policy: PolicyConfig, problems: _Problems) -> None:

@@ -62,9 +62,9 @@ def load_with_sources(
     values = _Values()
     for source, tree in _chain(Path(path)):
         for key, value in _leaves(tree):
-            values.set(stored(key), value, source, problems)
+            values.set(*_shorthand(stored(key), value), source, problems)
     for key, value in _parse_overrides(overrides, problems):
-        values.set(stored(key), value, None, problems)
+        values.set(*_shorthand(stored(key), value), None, problems)
     missing = sorted(OmegaConf.missing_keys(values.typed))
     problems += [f"{key}: must be given" for key in missing]
     if missing:
@@ -250,6 +250,11 @@ def _interpolation(key: str, value: Any) -> str | None:
 
 
 # ---------------------------------------------------------------- keys
+
+
+def _shorthand(key: str, value: Any) -> tuple[str, Any]:
+    """`agent: module:function` means `agent: {function: module:function}`."""
+    return ("agent.function", value) if key == "agent" and isinstance(value, str) else (key, value)
 
 
 def _open_key_of(key: str) -> str | None:

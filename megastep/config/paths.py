@@ -4,7 +4,7 @@
     run.resume
     data.train, data.eval,     FILE.jsonl, FILE.parquet, and hf:FOLDER if the folder exists
     warm_start.data
-    env.options                strings that begin with ./ or ../
+    env.options, agent.command strings that begin with ./ or ../
 
 `run.dir`, the parent of run directories, is always relative to the working directory.
 """
@@ -19,6 +19,7 @@ DATA_KEYS = ("data.train", "data.eval", "warm_start.data")
 RESUME_WORDS = ("auto", "never")
 DATA_FILES = (".jsonl", ".parquet")
 OPTIONS = "env.options"
+COMMAND = "agent.command"
 
 
 def in_file(key: str, value: Any, folder: Path) -> Any:
@@ -39,7 +40,7 @@ def on_command_line(key: str, value: Any) -> Any:
 
 
 def _is_option(key: str) -> bool:
-    return key == OPTIONS or key.startswith(f"{OPTIONS}.")
+    return key in (OPTIONS, COMMAND) or key.startswith(f"{OPTIONS}.")
 
 
 def _in_options(value: Any, folder: Path) -> Any:

@@ -93,6 +93,41 @@ class EnvConfig:
 
 
 @dataclass
+class AgentConfig:
+    """A program that calls the model over HTTP (docs/agents.md), in place of an environment."""
+
+    function: str | None = setting(
+        None,
+        "module:function, called with the task and the address of the model;"
+        " `agent: module:function` is short for it",
+    )
+    command: list[str] | None = setting(
+        None,
+        "a program and its arguments; it gets the task as JSON on stdin and the address of the"
+        " model in its environment",
+    )
+    environment: list[str] = setting(
+        factory=list,
+        meaning="environment variables that the command gets besides PATH, HOME, LANG and the like",
+    )
+    timeout_s: float = setting(600.0, "time limit of an episode", gt=0, limit=SECONDS)
+    max_tokens: int | None = setting(
+        None, "sampled tokens per episode; default: no limit but rollout.max_turns calls", ge=1
+    )
+    roles: list[str] = setting(
+        factory=list, meaning="roles whose calls are trained; empty: the calls of every role"
+    )
+    tool_parser: str = setting(
+        "auto", "vLLM's parser of tool calls, by name; auto: by the chat template; none"
+    )
+    reasoning_parser: str = setting(
+        "auto", "vLLM's parser of reasoning, by name; auto: by the chat template; none"
+    )
+    host: str = setting("127.0.0.1", "address that the endpoint listens on")
+    max_body_mb: int = setting(32, "largest request", ge=1, limit=1024)
+
+
+@dataclass
 class RolloutConfig:
     mode: str = setting(
         "tokens",
@@ -572,6 +607,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -589,6 +625,11 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether episodes are run by an agent program, not by an environment."""
+        return self.agent.function is not None or self.agent.command is not None
 
     @property
     def data_ranks(self) -> int:

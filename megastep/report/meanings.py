@@ -65,6 +65,9 @@ MEANINGS = {
     "turn/response_tokens_mean": "response tokens of a model call, mean",
     "turn/response_tokens_max": "response tokens of a model call, maximum",
     "turn/finish_REASON": "fraction of model calls that ended for this reason",
+    "turn/role_NAME": "fraction of model calls in this role of an agent program",
+    "turn/untrained_REASON": "model calls of agent programs that are context for this reason "
+    "(docs/agents.md), relative to all model calls",
     # the training batch
     "filter/dropped": "trajectories dropped from training",
     "filter/dropped_fraction": "fraction of trajectories dropped from training",

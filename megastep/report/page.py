@@ -18,12 +18,13 @@ from megastep.report.tokens import (
     visible,
 )
 from megastep.samples.metrics import succeeded
-from megastep.samples.prefix import shared_prefixes
+from megastep.samples.prefix import shared_prefixes, shared_tokens
 from megastep.types import Group, Step, Trajectory
 
 TRAJECTORIES = 12
 TOKENS = 40_000  # of all trajectories on the page, which keeps it to a few megabytes
 STEP_TOKENS = 2_000  # shown of the beginning, and of the end, of one prompt or response
+COMPARED = 32  # earlier turns that a turn may continue
 ENV_METRIC_CHARACTERS = 120  # shown of one value that an environment reports
 HEADLINES = (
     "reward/success",
@@ -132,6 +133,7 @@ def _facts(config: dict, rows: list[dict]) -> str:
     facts = {
         "model": setting(config, "model", "path"),
         "environment": setting(config, "env", "name"),
+        "agent": setting(config, "agent", "function"),
         "loss": setting(config, "loss", "type"),
         "seed": setting(config, "train", "seed"),
         "training steps": progress,  # an evaluation has none
@@ -247,7 +249,9 @@ def _legend() -> str:
 def _trajectory(trajectory: Trajectory, decoder: TokenDecoder, is_open: bool) -> str:
     outcome = "success" if succeeded(trajectory) else "failure"
     env_metrics = ", ".join(
-        f"{name} {value}"[:ENV_METRIC_CHARACTERS] for name, value in trajectory.env_metrics.items()
+        f"{name} {value}"[:ENV_METRIC_CHARACTERS]
+        for name, value in trajectory.env_metrics.items()
+        if name != "roles"
     )
     turns = len(trajectory.steps)
     heading = (
@@ -256,21 +260,50 @@ def _trajectory(trajectory: Trajectory, decoder: TokenDecoder, is_open: bool) ->
         f"{turns} turn{'s' * (turns != 1)}, ended by {visible(trajectory.stop_reason)} "
         f"<small>{visible(env_metrics)}</small>"
     )
-    turns_html = []
-    for step, prompt_ids, seen in shared_prefixes(trajectory.steps):
-        turns_html.append(_turn(step, prompt_ids[seen:], seen, decoder))
+    turns_html = [_turn(call, decoder) for call in _calls(trajectory)]
     opened = " open" if is_open else ""
     summary = f"<summary>{heading}</summary>"
     return f'<details class="trajectory"{opened}>{summary}{"".join(turns_html)}</details>'
 
 
-def _turn(step: Step, new_ids: np.ndarray, seen: int, decoder: TokenDecoder) -> str:
-    """The prompt from where it differs from the previous turn's tokens on, and the response."""
-    known = f"<small>{seen} tokens shared with the previous turn, then</small> " if seen else ""
+@dataclass
+class _Call:
+    """A step of a trajectory, and what it shares with an earlier one."""
+
+    step: Step
+    role: str | None
+    seen: int  # leading prompt tokens of the earlier step
+    origin: int | None  # the earlier step's index, if it is not the previous one
+    new_ids: np.ndarray  # the tokens after these
+
+
+def _calls(trajectory: Trajectory) -> Iterator[_Call]:
+    """Each step, as the continuation of the earlier step that it shares the most with: agents may
+    run sub-agents in parallel and begin a conversation anew."""
+    roles = trajectory.env_metrics.get("roles")
+    if not isinstance(roles, list) or len(roles) != len(trajectory.steps):
+        roles = [None] * len(trajectory.steps)
+    for i, (step, prompt_ids, seen) in enumerate(shared_prefixes(trajectory.steps)):
+        origin = None
+        for earlier in trajectory.steps[max(0, i - COMPARED) : max(0, i - 1)]:
+            shared = shared_tokens(earlier, prompt_ids)
+            if shared > seen:
+                seen = shared
+                origin = earlier.index
+        yield _Call(step, roles[i], seen, origin, prompt_ids[seen:])
+
+
+def _turn(call: _Call, decoder: TokenDecoder) -> str:
+    """The prompt from where it differs from an earlier turn's tokens on, and the response."""
+    step = call.step
+    new_ids = call.new_ids
+    before = "the previous turn" if call.origin is None else f"turn {call.origin + 1}"
+    known = f"<small>{call.seen} tokens shared with {before}, then</small> " if call.seen else ""
+    role = f"<b>{visible(str(call.role))}</b>, " if call.role is not None else ""
     prompt = _both_ends(len(new_ids), lambda part: prompt_html(new_ids[part].tolist(), decoder))
     response = _both_ends(len(step.response_ids), lambda part: response_html(step, decoder, part))
     return (
-        f'<div class="turn">turn {step.index + 1}: finish <b>{visible(step.finish)}</b>, '
+        f'<div class="turn">turn {step.index + 1}: {role}finish <b>{visible(step.finish)}</b>, '
         f"reward {step.reward:g}, {step.prompt_tokens} prompt tokens, "
         f"{len(step.response_ids)} response tokens"
         f'<pre class="prompt">{known}{prompt}</pre><pre class="response">{response}</pre></div>'

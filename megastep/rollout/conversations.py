@@ -19,7 +19,7 @@ import numpy as np
 
 from megastep.errors import DataError, RenderError
 from megastep.rollout.data import SHOWN_PROBLEMS, file_rows
-from megastep.rollout.env import Message
+from megastep.rollout.env import Message, are_tool_calls
 from megastep.rollout.renderer import Renderer
 from megastep.samples.prefix import share_prefixes
 from megastep.types import Group, Step, StopReason, Trajectory
@@ -162,22 +162,13 @@ def _problem(row: dict[str, Any]) -> str | None:
     return None
 
 
-def _are_calls(calls: Any) -> bool:
-    return isinstance(calls, list) and all(
-        isinstance(call, dict)
-        and isinstance(call.get("function"), dict)
-        and isinstance(call["function"].get("name"), str)
-        for call in calls
-    )
-
-
 def _message_problem(message: Any) -> str | None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return 'needs the form {"role": "...", "content": "..."}'
     calls = message.get("tool_calls")
     if not isinstance(message.get("content", "" if calls else None), str):
         return "its content is not text"
-    if calls and not _are_calls(calls):
+    if calls and not are_tool_calls(calls):
         return 'tool_calls needs the form [{"function": {"name": "...", "arguments": {...}}}]'
     unknown = set(message) - ASSISTANT_KEYS
     if message["role"] == ASSISTANT and unknown:

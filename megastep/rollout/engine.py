@@ -345,6 +345,7 @@ def _sampling_params(sampling: Sampling, routing_start: int):
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         routed_experts_prompt_start=routing_start,
+        **sampling.extra,
     )
 
 

@@ -65,7 +65,8 @@ MAX_METRICS_CHARS = 100_000  # per outcome, as JSON
 STATES = range(-(2**63), 2**63)  # int64, as in the columns of a rollout file
 MAX_NAME_CHARS = 80  # of env.name in an error message
 
-Message = dict[str, Any]  # role and content, as a chat template takes them
+# Role and content, as a chat template takes them; also tool_calls, tool_call_id and name.
+Message = dict[str, Any]
 
 
 class Outcome(NamedTuple):
@@ -76,6 +77,8 @@ class Outcome(NamedTuple):
     done: bool = False
     metrics: dict[str, Any] = {}  # JSON values; a later turn overwrites values of the same name
     state: int | None = None  # id of the environment's state, for estimators that compare states
+    # Of an agent's calls by the id of their response, in addition to `reward` (docs/agents.md).
+    step_rewards: dict[str, float] = {}
 
 
 class Env(ABC):
@@ -253,23 +256,66 @@ def checked_start(messages: Any, max_chars: int) -> list[Message]:
 
 
 def checked_messages(messages: Any, max_chars: int) -> list[Message]:
-    valid = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in messages
-    )
-    if not valid:
+    """The messages with their content as text."""
+    if not isinstance(messages, list):
         raise EnvError(f"expected chat messages with role and content, got {shorten(messages)}")
-    chars = sum(_chars(message) for message in messages)
+    checked = [_checked_message(message, messages) for message in messages]
+    chars = sum(_chars(message) for message in checked)
     if chars > max_chars:
         # Not truncated: that would silently change the task.
         raise EnvError(
             f"messages of {chars} characters; rollout.max_observation_chars = {max_chars}"
         )
-    return messages
+    return checked
+
+
+def _checked_message(message: Any, messages: list) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise EnvError(f"expected chat messages with role and content, got {shorten(messages)}")
+    calls = message.get("tool_calls")
+    if calls is not None and not are_tool_calls(calls):
+        raise EnvError(
+            f"a message has tool_calls = {shorten(calls)}; "
+            '[{"function": {"name": "...", "arguments": {...}}}] is needed'
+        )
+    for name in ("tool_call_id", "name"):
+        if not isinstance(message.get(name, ""), str):
+            raise EnvError(f"a message has {name} = {shorten(message[name])}; text is needed")
+    content = message.get("content")
+    if content is None and calls:
+        content = ""
+    if isinstance(content, list) and all(map(_is_text_part, content)):
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise EnvError(f"expected chat messages with role and content, got {shorten(messages)}")
+    return message if content is message.get("content") else message | {"content": content}
+
+
+def are_tool_calls(calls: Any) -> bool:
+    """Whether the value has the form of tool calls; their arguments are a JSON object or text."""
+    return isinstance(calls, list) and all(
+        isinstance(call, dict)
+        and isinstance(call.get("function"), dict)
+        and isinstance(call["function"].get("name"), str)
+        and isinstance(call["function"].get("arguments", {}), (dict, str))
+        for call in calls
+    )
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
 
 
 def _chars(message: dict) -> int:
-    return sum(len(text) for text in message.values() if isinstance(text, str))
+    texts = sum(len(text) for text in message.values() if isinstance(text, str))
+    if not message.get("tool_calls"):
+        return texts
+    try:
+        return texts + len(json.dumps(message["tool_calls"]))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvError(f"a message has tool_calls that are no JSON: {one_line(error)}") from None
 
 
 def checked_outcome(returned: Any, max_chars: int) -> Outcome:
@@ -277,23 +323,25 @@ def checked_outcome(returned: Any, max_chars: int) -> Outcome:
     if not isinstance(returned, tuple) or not 3 <= len(returned) <= len(Outcome._fields):
         raise EnvError(f"step() returned {shorten(returned)}; an Outcome is needed")
     outcome = Outcome(*returned)
+    if outcome.step_rewards:
+        raise EnvError("step() returned step_rewards; an environment's turns have rewards already")
     return Outcome(
         observation=checked_messages(outcome.observation, max_chars),
-        reward=_checked_reward(outcome.reward),
+        reward=checked_reward(outcome.reward),
         done=_checked_done(outcome.done),
-        metrics=_checked_metrics(outcome.metrics),
+        metrics=checked_metrics(outcome.metrics),
         state=_checked_state(outcome.state),
     )
 
 
-def _checked_reward(reward: Any) -> float:
+def checked_reward(reward: Any, who: str = "step()") -> float:
     try:
         number = float(reward)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         # RuntimeError: a tensor with several elements
         number = math.nan
     if isinstance(reward, (str, bytes)) or not math.isfinite(number):
-        raise EnvError(f"step() returned the reward {shorten(reward)}; a finite number is needed")
+        raise EnvError(f"{who} returned the reward {shorten(reward)}; a finite number is needed")
     return number
 
 
@@ -318,30 +366,30 @@ def _checked_state(state: Any) -> int | None:
     return number
 
 
-def _checked_metrics(metrics: Any) -> dict[str, Any]:
+def checked_metrics(metrics: Any, who: str = "step()") -> dict[str, Any]:
     try:
         text = json.dumps(dict(metrics), allow_nan=False, default=plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvError(
-            f"step() returned the metrics {shorten(metrics)}: {one_line(error)}"
+            f"{who} returned the metrics {shorten(metrics)}: {one_line(error)}"
         ) from None
     if len(text) > MAX_METRICS_CHARS:
         raise EnvError(
-            f"step() returned metrics of {len(text)} characters; "
+            f"{who} returned metrics of {len(text)} characters; "
             f"at most {MAX_METRICS_CHARS} are recorded"
         )
     recorded = json.loads(text)
     if "\\ud" in text and (problem := lone_surrogate(recorded)):
-        raise EnvError(f"step() returned metrics that are not Unicode text: {problem}")
+        raise EnvError(f"{who} returned metrics that are not Unicode text: {problem}")
     for name, value in recorded.items():
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             raise EnvError(
-                f"step() returned the metric {name} = {shorten(value)}; it must fit a float"
+                f"{who} returned the metric {name} = {shorten(value)}; it must fit a float"
             )
     success = recorded.get("success", True)
     if not isinstance(success, (bool, int, float)):
         raise EnvError(
-            f"step() returned the metric success = {shorten(success)}; "
+            f"{who} returned the metric success = {shorten(success)}; "
             "True, False or a number is needed"
         )
     return recorded

@@ -1,7 +1,7 @@
 """The interface between agent and engine, without vLLM."""
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +21,8 @@ class Sampling:
     top_k: int = 0  # 0: all tokens
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()  # the sampled one is the last token of the response
+    # Further parameters of vLLM, of calls that are not trained.
+    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def distribution(self) -> dict[str, float]:

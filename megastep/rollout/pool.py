@@ -26,6 +26,7 @@ class Pool(ABC):
 
     samples_per_prompt: int
     concurrency: int  # episodes at a time
+    label: str  # distinguishes the engine sessions of different pools
 
     @abstractmethod
     async def run_episode(self, prompt: Prompt, index: int) -> Trajectory:
@@ -67,7 +68,7 @@ class LocalPool(Pool):
     samples_per_prompt: int
     concurrency: int
     options: dict[str, Any] = field(default_factory=dict)  # of the environment
-    label: str = "rollout"  # distinguishes the engine sessions of different pools
+    label: str = "rollout"
 
     async def run_episode(self, prompt: Prompt, index: int) -> Trajectory:
         trajectory = await self.agent.run_episode(

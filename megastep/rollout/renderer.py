@@ -111,6 +111,7 @@ class Renderer:
         """`options`: arguments of the template, like enable_thinking; `stop_ids`: tokens that end a
         response, in addition to the tokenizer's eos."""
         self.tokenizer = tokenizer
+        self.mode = mode
         self.options = options or {}
         self.encoder = Encoder(tokenizer)
         self.end_id: int = tokenizer.eos_token_id
@@ -208,6 +209,24 @@ class Renderer:
         """[n] i32: what the template puts after the end-of-turn token of a response."""
         return self.encode(self.text_after_response(observation))
 
+    def after_tool_calls(self, calls: list[dict], observation: list[Message]) -> np.ndarray:
+        """[n] i32: as `after_response`, for a template that rejects tool messages unless the turn
+        before them has these calls."""
+        named = [
+            call | {"function": {"name": call["function"]["name"], "arguments": {"a": "b"}}}
+            for call in self.quoted(calls)
+        ]
+        named[-1]["function"]["arguments"] = {_PLACEHOLDER: _PLACEHOLDER}
+        response = {"role": "assistant", "content": "", "tool_calls": named}
+        text = self.render([_USER, response, *self.quoted(observation)])
+        _, found, rest = text.rpartition(_PLACEHOLDER)
+        ends = [self.tokenizer.decode([id]) for id in self.stop_ids]
+        places = [(rest.find(end), len(end)) for end in ends if end in rest]
+        if not found or not places:
+            raise RenderError("the chat template does not close a turn with tool calls")
+        place, length = min(places)
+        return self.encode(rest[place + length :])
+
     def text_after_response(self, observation: list[Message]) -> str:
         response = {"role": "assistant", "content": _PLACEHOLDER}
         text = self.render([_USER, response, *self.quoted(observation)])
@@ -262,6 +281,14 @@ class Renderer:
         if not whole.startswith(prompt) or not end or not all(name in text for name in names):
             raise RenderError("the chat template does not write tool calls")
         return text
+
+    def call_opening(self, before: list[Message], name: str) -> str:
+        """The beginning of a turn that calls the tool `name`, up to the name."""
+        function = {"name": _PLACEHOLDER, "arguments": {}}
+        call = {"id": _PLACEHOLDER, "type": "function", "function": function}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        text = self._call_text(before, turn, self._turn_end)
+        return text.partition(_PLACEHOLDER)[0] + name
 
     def text(self, response_ids: np.ndarray) -> str:
         """The decoded response, special tokens included, without its stop token."""

@@ -15,9 +15,13 @@ from megastep.rollout import blocking
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.conversations import read_conversations
 from megastep.rollout.data import Prompt, PromptStream, load_data
+from megastep.rollout.endpoint import Endpoint
 from megastep.rollout.env import BUILT_IN, Env, check_options, find_env
 from megastep.rollout.generation import Generate, Sampling
-from megastep.rollout.pool import LocalPool
+from megastep.rollout.parsers import AUTO, Parsers
+from megastep.rollout.pool import LocalPool, Pool
+from megastep.rollout.program import Program, ProgramPool, find_program, rows_of
+from megastep.rollout.recording import Model
 from megastep.rollout.renderer import Renderer, load_tokenizer
 from megastep.samples.packing import check_lengths
 from megastep.samples.validation import validate
@@ -28,36 +32,36 @@ from megastep.types import Group
 @dataclass
 class Task:
     config: Config
-    env: type[Env]
+    env: type[Env]  # with an agent: its rows only
     renderer: Renderer
     train_rows: list[dict[str, Any]]
     eval_rows: list[dict[str, Any]]
+    program: Program | None = None  # runs the episodes in place of the environment
 
     @classmethod
     def of_worker(cls, config: Config) -> "Task":
         """For a process that gets its prompts from another one, which has checked the config."""
-        assert config.env.name is not None
+        env, program = _environment(config)
         renderer = Renderer.for_model(
             config.model.path, config.rollout.mode, config.rollout.template
         )
-        return cls(config, find_env(config.env.name), renderer, [], [])
+        return cls(config, env, renderer, [], [], program)
 
     @classmethod
     def load(cls, config: Config) -> "Task":
         """Raises ConfigError, EnvError, DataError or RenderError, one line per problem."""
-        if config.env.name is None:
-            raise ConfigError(
-                f"env.name: must be given; one of {', '.join(sorted(BUILT_IN))}, or module:Class"
-            )
-        env = find_env(config.env.name)
-        check_options(env, config.env.options)
+        env, program = _environment(config)
+        if program is None:
+            check_options(env, config.env.options)
         train_rows, eval_rows = load_data(config.data, env, config.train.seed)
         renderer = Renderer.for_model(
             config.model.path, config.rollout.mode, config.rollout.template
         )
         check_vocabulary(renderer, config)
         check_teacher(config)
-        return cls(config, env, renderer, train_rows, eval_rows)
+        if {config.agent.tool_parser, config.agent.reasoning_parser} - {AUTO}:
+            _parsers(config, renderer).check()
+        return cls(config, env, renderer, train_rows, eval_rows, program)
 
     def stream(self) -> PromptStream:
         return PromptStream(self.train_rows, self.config.train.seed, self.config.data.shuffle)
@@ -103,15 +107,13 @@ class Task:
                 f"{method} returned groups that cannot be read: {describe(error)}"
             ) from None
 
-    def pool(self, generate: Generate) -> LocalPool:
+    def pool(self, generate: Generate) -> Pool:
         return self._pool(generate, self.config.rollout, "train")
 
-    def eval_pool(self, generate: Generate) -> LocalPool:
+    def eval_pool(self, generate: Generate) -> Pool:
         return self._pool(generate, self.config.eval, "eval")
 
-    def _pool(
-        self, generate: Generate, settings: RolloutConfig | EvalConfig, label: str
-    ) -> LocalPool:
+    def _pool(self, generate: Generate, settings: RolloutConfig | EvalConfig, label: str) -> Pool:
         config = self.config
         rollout = config.rollout
         blocking.calls.limit = rollout.env_threads
@@ -129,9 +131,18 @@ class Task:
             top_k=settings.top_k,
         )
         # Training and evaluation prompts are both numbered from 0: the label separates their seeds.
-        agent = Agent(
-            generate, self.renderer, limits, sampling, seed=f"{label}/{config.train.seed}"
-        )
+        seed = f"{label}/{config.train.seed}"
+        if self.program is not None:
+            return ProgramPool(
+                answering(config, self.renderer, generate, limits, sampling, seed),
+                self.program,
+                Endpoint(config.agent.host, config.agent.max_body_mb),
+                config.agent.timeout_s,
+                settings.samples_per_prompt,
+                rollout.concurrency,
+                label,
+            )
+        agent = Agent(generate, self.renderer, limits, sampling, seed=seed)
         return LocalPool(
             agent,
             self.env,
@@ -140,6 +151,44 @@ class Task:
             config.env.options,
             label,
         )
+
+
+def _environment(config: Config) -> tuple[type[Env], Program | None]:
+    if config.has_agent:
+        program = find_program(config.agent)
+        return rows_of(program), program
+    if config.env.name is None:
+        raise ConfigError(
+            f"env.name: must be given; one of {', '.join(sorted(BUILT_IN))}, or module:Class"
+        )
+    return find_env(config.env.name), None
+
+
+def answering(
+    config: Config,
+    renderer: Renderer,
+    generate: Generate,
+    limits: Limits,
+    sampling: Sampling,
+    seed: str,
+) -> Model:
+    """What answers the calls of agent programs."""
+    return Model(
+        generate,
+        renderer,
+        _parsers(config, renderer),
+        limits,
+        sampling,
+        seed,
+        vocab=read_architecture(config.model.path).vocab,
+        max_tokens=config.agent.max_tokens,
+        roles=tuple(config.agent.roles),
+    )
+
+
+def _parsers(config: Config, renderer: Renderer) -> Parsers:
+    agent = config.agent
+    return Parsers(renderer.tokenizer, agent.tool_parser, agent.reasoning_parser)
 
 
 def conversations(config: Config, renderer: Renderer) -> list[Group]:

@@ -11,7 +11,7 @@ from megastep.config import Config
 from megastep.distributed.processes import send_output_to
 from megastep.rollout import blocking
 from megastep.rollout.data import Prompt
-from megastep.rollout.pool import LocalPool
+from megastep.rollout.pool import Pool
 from megastep.rollout.router import Engines, Lost, Router
 from megastep.rollout.task import Task
 from megastep.types import Trajectory
@@ -42,7 +42,7 @@ class AgentWorker:
         self.has_lost = asyncio.Event()
         task = Task.of_worker(config)
         pools = task.pool(self.router.generate), task.eval_pool(self.router.generate)
-        self.pools: dict[str, LocalPool] = {pool.label: pool for pool in pools}
+        self.pools: dict[str, Pool] = {pool.label: pool for pool in pools}
         self.episodes: dict[EpisodeKey, asyncio.Task] = {}
 
     async def pid(self) -> int:

@@ -21,7 +21,7 @@ import ray
 
 from megastep.rollout.data import Prompt
 from megastep.rollout.fleet import Fleet
-from megastep.rollout.pool import LocalPool, Pool
+from megastep.rollout.pool import Pool
 from megastep.rollout.router import ACTOR_DIED, Engines, end_reason
 from megastep.types import StopReason, Trajectory
 
@@ -61,7 +61,7 @@ class Workers:
         for slot in self.slots:
             self._fleet.submit(self._relay_losses(slot.handle))
 
-    def pool(self, local: LocalPool) -> "RemotePool":
+    def pool(self, local: Pool) -> "RemotePool":
         """The pool whose episodes run in the workers instead."""
         return RemotePool(local.samples_per_prompt, local.concurrency, local.label, self)
 

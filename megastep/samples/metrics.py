@@ -66,7 +66,20 @@ def _turn_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         **_mean_max("turn/prompt_tokens", [s.prompt_tokens for s in steps]),
         **_mean_max("turn/response_tokens", [len(s.response_ids) for s in steps]),
         **_fractions("turn/finish_", [s.finish for s in steps]),
+        **_agent_metrics(trajectories, len(steps)),
     }
+
+
+def _agent_metrics(trajectories: list[Trajectory], calls: int) -> dict[str, float]:
+    """Calls of agent programs by role, and those that are not trained by reason."""
+    counts: Counter[str] = Counter()
+    for trajectory in trajectories:
+        for role in trajectory.env_metrics.get("roles") or []:
+            if role is not None:
+                counts[f"turn/role_{role}"] += 1
+        for reason, count in (trajectory.env_metrics.get("untrained") or {}).items():
+            counts[f"turn/untrained_{reason}"] += count
+    return {name: count / max(calls, 1) for name, count in sorted(counts.items())}
 
 
 def _older_routing(trajectory: Trajectory) -> int:

@@ -17,6 +17,15 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return first if differs[first] else n
 
 
+def shared_tokens(step: Step, ids: np.ndarray) -> int:
+    """The number of leading tokens that `ids` and the step, prompt and response, share."""
+    prompt_ids = step.prompt_ids
+    shared = common_prefix(prompt_ids, ids)
+    if shared < len(prompt_ids):
+        return shared
+    return shared + common_prefix(step.response_ids, ids[shared:])
+
+
 def shared_prefixes(steps: Iterable[Step]) -> Iterator[tuple[Step, np.ndarray, int]]:
     """Each step of a trajectory, its prompt, and how many of the prompt's leading tokens are those
     of the previous step, prompt and response."""

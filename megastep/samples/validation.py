@@ -3,7 +3,7 @@
 import numpy as np
 
 from megastep.errors import RolloutError
-from megastep.samples.prefix import common_prefix, shared_prefixes
+from megastep.samples.prefix import shared_prefixes, shared_tokens
 from megastep.types import MAX_LOGPROB, ExpertShape, FinishReason, Group, Step, Trajectory
 
 
@@ -106,21 +106,12 @@ def recorded_tokens(
     for step in reversed(steps):  # the latest step usually shares the most
         end = min(step.routing_end, most)
         if step.routing is not None and end > longest:
-            repeated = _repeated(step, prompt_ids[:end]) if shared is None else min(shared, end)
+            repeated = shared_tokens(step, prompt_ids[:end]) if shared is None else min(shared, end)
             longest = max(longest, repeated)
         if longest == most:
             break
         shared = None
     return longest
-
-
-def _repeated(step: Step, ids: np.ndarray) -> int:
-    """The number of leading tokens that `ids` and the step share."""
-    prompt_ids = step.prompt_ids
-    shared = common_prefix(prompt_ids, ids)
-    if shared < len(prompt_ids):
-        return shared
-    return shared + common_prefix(step.response_ids, ids[shared:])
 
 
 _COLUMNS = {

@@ -22,7 +22,7 @@ from megastep.errors import CheckpointError, OutputError, RunDirError
 from megastep.report.run_report import write_report
 from megastep.rollout.data import Prompt
 from megastep.rollout.generation import Generate
-from megastep.rollout.pool import LocalPool, check_not_all_failed
+from megastep.rollout.pool import Pool, check_not_all_failed
 from megastep.rollout.task import Task
 from megastep.samples import store
 from megastep.samples.metrics import (
@@ -35,28 +35,30 @@ from megastep.trainer.rundir import check_weights_fit, where_to_resume, write_co
 from megastep.types import Group, Trajectory
 
 
-def _writable_log(out: Path) -> Path:
+def writable_log(out: Path, option: str = "--out") -> Path:
     """The log next to `out`; both are checked to be writable."""
     try:
         if not out.parent.is_dir() or out.is_dir():
-            raise OutputError(f"--out {out}: must be a file in a folder that is there")
+            raise OutputError(f"{option} {out}: must be a file in a folder that is there")
         log = out.with_name(f"{out.name}.log")
         with tempfile.NamedTemporaryFile(dir=out.parent, prefix=log.name):
             if log.exists():
                 log.open("ab").close()
     except OSError as error:
-        raise OutputError(f"--out {str(out)[:200]}: cannot be written ({error.strerror})") from None
+        raise OutputError(
+            f"{option} {str(out)[:200]}: cannot be written ({error.strerror})"
+        ) from None
     except OutputError:
         raise
     except ValueError:  # a NUL
-        raise OutputError(f"--out {str(out)[:200]!r}: is not a file name") from None
+        raise OutputError(f"{option} {str(out)[:200]!r}: is not a file name") from None
     return log
 
 
 def rollout(config: Config, out: Path) -> list[Group]:
     """Write `rollout.samples_per_prompt` trajectories of `rollout.prompts` prompts to a file."""
-    log = _writable_log(out)
-    checkpoint = _checkpoint(config)
+    log = writable_log(out)
+    checkpoint = checkpoint_of(config)
     task = Task.load(config)
     prompts = task.stream().take(config.rollout.prompts)
     groups, speed = _generate(config, checkpoint, task.pool, prompts, log)
@@ -68,7 +70,7 @@ def rollout(config: Config, out: Path) -> list[Group]:
 
 def evaluate(config: Config, name: str) -> dict[str, float]:
     """Evaluate `eval.prompts` held-out prompts; metrics and trajectories go to a new folder."""
-    checkpoint = _checkpoint(config)
+    checkpoint = checkpoint_of(config)
     task = Task.load(config)
     prompts = task.eval_prompts()
     folder = (
@@ -89,7 +91,7 @@ def evaluate(config: Config, name: str) -> dict[str, float]:
     return metrics
 
 
-def _checkpoint(config: Config) -> Path | None:
+def checkpoint_of(config: Config) -> Path | None:
     """The configured checkpoint; None: the weights of `model.path`, or random ones."""
     found = None
     if config.run.name is not None or config.run.resume not in ("auto", "never"):
@@ -108,7 +110,7 @@ def _checkpoint(config: Config) -> Path | None:
 def _generate(
     config: Config,
     checkpoint: Path | None,
-    make_pool: Callable[[Generate], LocalPool],
+    make_pool: Callable[[Generate], Pool],
     prompts: list[Prompt],
     log: Path,
 ) -> tuple[list[Group], float]:

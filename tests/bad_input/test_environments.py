@@ -451,6 +451,23 @@ MESSAGES = [
     [{"role": "user", "content": Unprintable()}],
     [{"role": "user", "content": "\udcff" * 100}],
     [{"role": "user", "content": np.str_("x") + "\udfff"}],
+    [{"role": "user", "content": [{"type": "image"}]}],
+    [{"role": "user", "content": [{"type": "text"}]}],
+    [{"role": "user", "content": [{"type": "text", "text": "x" * 3001}]}],
+    [{"role": "assistant", "content": None, "tool_calls": []}],
+    [{"role": "assistant", "tool_calls": "f()"}],
+    [{"role": "assistant", "content": "", "tool_calls": [{}]}],
+    [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": 5}}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
+    [
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "f", "arguments": {"x": OK}}}] * 99,
+        }
+    ],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": b""}}}]}],
+    [{"role": "tool", "content": "x", "tool_call_id": 5}],
+    [{"role": "tool", "content": "x", "name": Unprintable()}],
 ]
 
 

@@ -262,7 +262,7 @@ def test_colocated_engines_cannot_be_asynchronous():
         ("lr=1", "lr: unknown key; did you mean optimizer.lr?"),
         (
             "qwertz=1",
-            "qwertz: unknown key; known sections: model, data, env, rollout, eval, policy, engine",
+            "qwertz: unknown key; known sections: model, data, env, agent, rollout, eval, policy",
         ),
         ("policy.parallel=2", "policy.parallel: is a section"),
         ("train.steps=many", "train.steps = 'many': wrong type, int is needed"),

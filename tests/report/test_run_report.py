@@ -369,3 +369,37 @@ def test_heavy_libraries_are_imported_late():
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
         == "set()\n"
     )
+
+
+def test_turns_of_sub_agents_show_their_role_and_what_they_continue(tmp_path, tokenizers):
+    """A planner, two workers that continue it, and a history that begins anew."""
+
+    def ids(text):
+        return tokenizers[WORDS].encode(text, add_special_tokens=False)
+
+    plan = ids("<bos> <user> hops 1 from 7 <eot> <asst>")
+    answer = ids("call 7 <eot>")
+    one = plan + answer + ids("<user> from 1 <eot> <asst>")
+    two = plan + answer + ids("<user> hops 2 <eot> <asst>")
+    more = one + answer + ids("<user> from 3 <eot> <asst>")
+    short = ids("<bos> <tool> 3 <eot> <asst>")
+    steps = [(prompt, answer) for prompt in (plan, one, two, more, short)]
+    roles = ["planner", "worker", "worker", "worker", None]
+    found = trajectory(*steps, env_metrics={"roles": roles, "untrained": {"role": 1}})
+    page = report(make_run(tmp_path / "run", ROWS, [group_of(found, id=3)]))
+    turns = [e[2].partition("finish")[0] for e in page.find("div", class_="turn")]
+    assert turns == [
+        "turn 1: planner, ",
+        "turn 2: worker, ",
+        "turn 3: worker, ",
+        "turn 4: worker, ",
+        "turn 5: ",
+    ]
+    prompts = [e[2] for e in page.find("pre", class_="prompt")]
+    shared = len(plan + answer)
+    assert prompts[1].startswith(f"{shared} tokens shared with the previous turn, then")
+    assert prompts[2].startswith(f"{shared + 1} tokens shared with the previous turn, then")
+    assert prompts[3].startswith(f"{len(one + answer)} tokens shared with turn 2, then")
+    assert prompts[4].startswith("1 tokens shared with the previous turn, then")
+    (heading,) = [e[2] for e in page.find("summary") if e[2].startswith("prompt")]
+    assert "roles" not in heading and "untrained" in heading

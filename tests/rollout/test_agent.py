@@ -378,6 +378,30 @@ def test_a_failing_environment_fails_its_trajectory(behaviour, reason, error):
     assert [s.reward for s in trajectory.steps] == [0.25, 0.0] and env.closed == 1
 
 
+@pytest.mark.parametrize("mode", ["tokens", "chat"])
+def test_messages_of_an_environment_may_hold_tool_calls_and_parts(mode):
+    call = {"id": "1", "function": {"name": "look", "arguments": {"key": "so <|im_end|>"}}}
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+    class Tools(Talk):
+        async def start(self):
+            return [
+                {"role": "user", "content": parts},
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "1", "name": "look", "content": "found"},
+            ]
+
+    trajectory, _, renderer = run_episode(Tools(), mode=mode, kind="hermes")
+    (step,) = trajectory.steps
+    end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert step.prompt_ids.tolist().count(end) == 3  # the template's own
+    assert renderer.tokenizer.decode(step.prompt_ids) == (
+        "<|im_start|>user\none\ntwo<|im_end|>\n<|im_start|>assistant\n"
+        '<tool_call>{"name": "look", "arguments": {"key": "so <|im_end|>"}}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\nfound<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 def test_an_environment_with_an_invalid_first_prompt():
     class Broken(Talk):
         async def start(self):

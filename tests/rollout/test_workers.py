@@ -102,6 +102,20 @@ def test_x11_trajectories_do_not_depend_on_the_number_of_workers(make):
     assert found[0] == found[1] == found[2] and len(found[0]) == 24
 
 
+def test_an_agent_program_runs_in_the_workers(make):
+    """As in the driver: the same tokens, its endpoint in the worker's process."""
+    given = ("env.name=null", "agent=tests.rollout.agents:chase", "agent.reasoning_parser=none")
+    row = {"table": list(range(16)), "hops": 2, "key": 7}
+    prompts = [Prompt(n, row) for n in range(2)]
+    found = []
+    for count in (0, 1):
+        pool, _, _ = make(count, *given)
+        groups = asyncio.run(pool.run(prompts))
+        assert all(t.stop_reason == "done" for g in groups for t in g.trajectories), groups
+        found.append(steps(groups))
+    assert found[0] == found[1] and len(found[0]) == 8
+
+
 def test_x18_a_killed_worker_costs_its_running_episodes_only(make):
     pool, workers, _ = make(2, delay_s=0.5)
     expected = steps(asyncio.run(pool.run(PROMPTS)))
