@@ -4,7 +4,16 @@ import numpy as np
 
 from megastep.errors import RolloutError
 from megastep.samples.prefix import common_prefix, shared_prefixes
-from megastep.types import MAX_LOGPROB, ExpertShape, FinishReason, Group, Step, Trajectory
+from megastep.types import (
+    MAX_LOGPROB,
+    ExpertShape,
+    FinishReason,
+    Group,
+    Routing,
+    Step,
+    StoredRouting,
+    Trajectory,
+)
 
 
 def validate(
@@ -148,7 +157,7 @@ def _step_problems(step: Step) -> list[str]:
     if step.finish not in list(FinishReason):
         problems.append(f"finish is {step.finish!r}; one of {', '.join(FinishReason)} is needed")
     if step.routing is not None:
-        problems += _routing_problems(step, step.routing)
+        problems += routing_problems(step, step.routing)
     return problems
 
 
@@ -199,7 +208,7 @@ def _wrong_logprob(logprobs: np.ndarray, loss_mask: np.ndarray) -> float | None:
     return float(bad[0]) if len(bad) else None
 
 
-def _routing_problems(step: Step, routing: np.ndarray) -> list[str]:
+def routing_problems(step: Step, routing: Routing) -> list[str]:
     if routing.ndim != 3 or routing.dtype not in (np.dtype(np.uint8), np.dtype(np.int16)):
         return [
             f"routing is {routing.dtype} with {routing.ndim} axes; "
@@ -250,6 +259,13 @@ def _experts_problem(step: Step, shape: ExpertShape) -> str | None:
             f"routing of shape {list(routing.shape)}; "
             f"the model has [tokens, {layers} layers, top {shape.top_k}]"
         )
+    if isinstance(routing, StoredRouting):
+        return routing.problem
+    return values_problem(step, routing, shape)
+
+
+def values_problem(step: Step, routing: np.ndarray, shape: ExpertShape) -> str | None:
+    """Experts that the model does not have, or an expert twice in a layer of one token."""
     # [tokens, MoE layers, K]
     chosen = routing if all(shape.moe_layers) else routing[:, np.array(shape.moe_layers)]
     if chosen.size and not 0 <= chosen.min() <= chosen.max() < shape.experts:
