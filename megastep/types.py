@@ -121,9 +121,9 @@ class RoutingTable:
     stages: list[tuple[int, ...]]  # the layers of each stage, ascending
     top_k: int
     dtype: np.dtype
-    # (stage, part) → a reference to an object, and the object [rows, layers of the stage, K] itself
-    # where it is in this process
-    references: dict[tuple[int, int], object] = field(default_factory=dict)
+    # stage → a reference to its list [part] of references to objects; None: a part without rows
+    references: dict[int, object] = field(default_factory=dict)
+    # (stage, part) → the object [rows, layers of the stage, K], where it is in this process
     arrays: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def __getstate__(self) -> dict:

@@ -18,7 +18,7 @@ that is in one micro-batch anyway has one part in place of the first three.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from megastep.samples.trie import (
     find_owners,
     number_variants,
 )
-from megastep.samples.validation import routing_problems
+from megastep.samples.validation import routing_problems, unrecorded
 from megastep.types import (
     Group,
     MicroBatch,
@@ -104,6 +104,9 @@ def _check(trajectories: list[Trajectory], samples: list[Sample]) -> None:
         shapes.add((*step.routing.shape[1:], str(step.routing.dtype)))
     if len(shapes) > 1:
         problems.append(f"routing: one shape and dtype per group, found {sorted(shapes)}")
+    for trajectory in trajectories:
+        where = f"group {trajectory.group_id}, trajectory {trajectory.index}"
+        problems += unrecorded(trajectory, where)
     if problems:
         raise RolloutError(problems)
 
@@ -210,6 +213,29 @@ def _source_runs(source: np.ndarray, index: np.ndarray) -> list[tuple[int, int, 
     return list(zip(*(column.tolist() for column in columns)))
 
 
+def run_lengths(rows: np.ndarray) -> np.ndarray:
+    """[m, 2] i32: runs of consecutive rows, as (first row, number of rows).
+
+    >>> run_lengths(np.array([0, 1, 2, 7, 8])).tolist()
+    [[0, 3], [7, 2]]
+    """
+    start = np.append(0, np.flatnonzero(np.diff(rows) != 1) + 1)[: len(rows)]
+    length = np.diff(np.append(start, len(rows)))
+    return np.stack([rows[start], length], axis=1).astype(np.int32)
+
+
+def expanded(runs: np.ndarray) -> np.ndarray:
+    """[n] i32: the rows of `run_lengths`."""
+    first, length = runs.T
+    begin = np.cumsum(length, dtype=np.int32) - length
+    return np.arange(length.sum(), dtype=np.int32) + np.repeat(first - begin, length)
+
+
+def drop_routing(trajectory: Trajectory) -> Trajectory:
+    """A copy without routing."""
+    return replace(trajectory, steps=[step.replaced(routing=None) for step in trajectory.steps])
+
+
 # ---------------------------------------------------------------- fetching
 
 
@@ -232,32 +258,38 @@ def tables_of(routing: Iterable[Routing]) -> list[RoutingTable]:
 def fetch(
     routing: Iterable[Routing],
     layers: Container[int] | None,
-    get: Callable[[list], list[np.ndarray]],
+    get: Callable[[list], list],
 ) -> int:
     """Bring the objects with these rows and layers (None: all) into this process; returns their
     bytes. `get` resolves references."""
-    needed: dict[tuple[int, Key], RoutingTable] = {}
-    for rows in routing:
-        if isinstance(rows, StoredRouting):
-            table = rows.table
-            for stage, part in _objects_of(rows, layers):
-                if (stage, part) not in table.arrays:
-                    needed[id(table), (stage, part)] = table
-    references = [table.references[key] for (_, key), table in needed.items()]
+    stored = [rows for rows in routing if isinstance(rows, StoredRouting)]
+    parts: dict[int, set[int]] = {}  # by id of a table
+    for rows in stored:
+        parts.setdefault(id(rows.table), set()).update(rows.parts().tolist())
+    needed = [
+        (table, stage) for table in tables_of(stored) for stage in _stages_with(table, layers)
+    ]
+    lists = get([table.references[stage] for table, stage in needed])
+    objects = [
+        (table, (stage, part), references[part])
+        for (table, stage), references in zip(needed, lists, strict=True)
+        for part in sorted(parts[id(table)])
+        if (stage, part) not in table.arrays
+    ]
     fetched = 0
-    for ((_, key), table), array in zip(needed.items(), get(references), strict=True):
+    arrays = get([reference for _, _, reference in objects])
+    for (table, key, _), array in zip(objects, arrays, strict=True):
         table.arrays[key] = array
         fetched += array.nbytes
     return fetched
 
 
-def _objects_of(rows: StoredRouting, layers: Container[int] | None) -> list[Key]:
-    stages = [
+def _stages_with(table: RoutingTable, layers: Container[int] | None) -> list[int]:
+    return [
         stage
-        for stage, own_layers in enumerate(rows.table.stages)
+        for stage, own_layers in enumerate(table.stages)
         if layers is None or any(layer in layers for layer in own_layers)
     ]
-    return [(stage, part) for part in rows.parts().tolist() for stage in stages]
 
 
 def release(routing: Iterable[Routing]) -> None:

@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from megastep.config import Config
 from megastep.errors import RolloutError
+from megastep.models.architecture import read_architecture
 from megastep.samples.prefix import common_prefix, shared_prefixes
 from megastep.types import (
     MAX_LOGPROB,
@@ -14,6 +16,14 @@ from megastep.types import (
     StoredRouting,
     Trajectory,
 )
+
+
+def model_limits(config: Config) -> tuple[int, ExpertShape | None]:
+    """Vocabulary and, with routing replay, the shape of the routing: arguments of `validate`."""
+    arch = read_architecture(config.model.path)
+    if arch.experts is None or not config.routing_replay.enabled:
+        return arch.vocab, None
+    return arch.vocab, ExpertShape(arch.experts.count, arch.experts.top_k, arch.experts.layers)
 
 
 def validate(
@@ -79,13 +89,18 @@ def _trajectory_problems(
         if step.routing is not None and step.routing.ndim == 3:
             shape = (*step.routing.shape[1:], str(step.routing.dtype))
             shapes.setdefault(shape, f"{where}, step {step.index}")
-    return problems or _unrecorded(trajectory, where)
+    return problems or unrecorded(trajectory, where)
 
 
-def _unrecorded(trajectory: Trajectory, where: str) -> list[str]:
-    """Steps that leave out routing which no earlier step recorded for the same tokens."""
+def unrecorded(trajectory: Trajectory, where: str) -> list[str]:
+    """Steps that leave out routing which no earlier step recorded for the same tokens.
+
+    Stored routing was checked before it was stored.
+    """
     problems: list[str] = []
-    if not any(step.routing_start for step in trajectory.steps):
+    if not any(
+        step.routing_start and isinstance(step.routing, np.ndarray) for step in trajectory.steps
+    ):
         return problems
     for i, (step, prompt_ids, shared) in enumerate(shared_prefixes(trajectory.steps)):
         start = step.routing_start

@@ -140,23 +140,23 @@ def test_d3_two_machines_without_gpus_are_rejected(cluster):
 DYING = """
 import os, ray, time
 from ray.exceptions import RayActorError
-from megastep.policy.actor import Policy
+from megastep.policy.actor import Policy, RankPlace
 
 class Rank:
     def where(self):
         return "node", []
 
-    def call(self, method, rank):
-        if rank == 0:
+    def learn(self, mini_batches, references):
+        if not mini_batches:
             raise RuntimeError("Connection reset by peer")
         time.sleep(1)
         os._exit(1)
 
 ray.init(log_to_driver=False)
 policy = Policy([ray.remote(Rank).options(num_cpus=0).remote() for _ in range(2)])
-policy.data_ranks = [0, 1]
+policy.places = [RankPlace(0, 0), RankPlace(1, 0)]
 try:
-    policy.learn([0, 1])
+    policy.learn([[], [[]]])
 except RayActorError:
     print("the death")
 """

@@ -11,18 +11,30 @@ from megastep.errors import RolloutError
 from megastep.samples import packing
 from megastep.samples.routing import (
     Layout,
+    expanded,
     fetch,
     release,
     routing_of_batches,
     routing_of_groups,
+    run_lengths,
     store_rows,
     tables_of,
 )
 from megastep.samples.trie import PACK_LAYOUTS, fold
 from megastep.samples.validation import validate
-from megastep.types import ExpertShape, Group, Routes, StoredRouting, Trajectory
+from megastep.types import ExpertShape, Group, Routes, Trajectory
 
-from .rollouts import LAYERS, TOP_K, group_of, groups, routing_of, samples_of, step
+from .rollouts import (
+    LAYERS,
+    TOP_K,
+    by_reference,
+    group_of,
+    groups,
+    resolver,
+    routing_of,
+    samples_of,
+    step,
+)
 
 some = settings(max_examples=120, deadline=None)
 STAGES = [(0,), (1,)]
@@ -33,30 +45,6 @@ layouts = st.builds(
     part_tokens=st.sampled_from([0, 5, 1000]),
     on_conflict=st.sampled_from(["owner", "split"]),
 )
-
-
-def stored(group: Group, layout: Layout, references: dict) -> Group:
-    """The group with its routing by reference; `references` gets the objects, by their names."""
-    made = store_rows(group.trajectories, layout)
-    if made is None:
-        return group
-    for key, array in made.objects:
-        name = f"{group.id}/{key}"
-        references[name] = array
-        made.table.references[key] = name
-    trajectories = []
-    for t, trajectory in enumerate(group.trajectories):
-        steps = []
-        for s, old in enumerate(trajectory.steps):
-            rows = made.rows.get((t, s))
-            routing = None if rows is None else StoredRouting(made.table, rows)
-            steps.append(old.replaced(routing=routing))
-        trajectories.append(Trajectory(group.id, trajectory.index, steps))
-    return Group(group.id, trajectories)
-
-
-def getter(references: dict):
-    return lambda names: [references[name] for name in names]
 
 
 def without(group: Group, dropped: int) -> Group:
@@ -77,7 +65,7 @@ def test_x11_folding_by_rows_equals_folding_by_values(
 ):
     """Also after a filter has dropped a trajectory, which may have owned the routing."""
     references: dict = {}
-    by_rows = [stored(group, layout, references) for group in batch]
+    by_rows = [by_reference(group, layout, references) for group in batch]
     batch = [without(group, dropped) for group in batch]
     by_rows = [without(group, dropped) for group in by_rows]
     wanted_tries, wanted_report = fold(samples_of(*batch), pack_layout, on_conflict)
@@ -86,7 +74,7 @@ def test_x11_folding_by_rows_equals_folding_by_values(
     for trie, wanted in zip(tries, wanted_tries, strict=True):
         assert (trie.routes is None) == (wanted.routes is None)
         if trie.routes is not None:
-            fetch(trie.routes.rows, None, getter(references))
+            fetch(trie.routes.rows, None, resolver(references))
             assert np.array_equal(trie.routing(), wanted.routing())
         assert np.array_equal(trie.tokens, wanted.tokens)
         assert np.array_equal(trie.loss.src, wanted.loss.src)
@@ -98,8 +86,8 @@ def test_x11_folding_by_rows_equals_folding_by_values(
 def test_every_step_reads_back_what_it_recorded(batch, layout):
     references: dict = {}
     for group in batch:
-        made = stored(group, layout, references)
-        fetch(routing_of_groups([made]), None, getter(references))
+        made = by_reference(group, layout, references)
+        fetch(routing_of_groups([made]), None, resolver(references))
         for old, new in zip(group.trajectories, made.trajectories):
             for a, b in zip(old.steps, new.steps):
                 assert (a.routing is None) == (b.routing is None)
@@ -113,7 +101,7 @@ def test_every_step_reads_back_what_it_recorded(batch, layout):
 @given(groups(noise=0.2, routing=("full",)), layouts, st.integers(0, 1), st.integers(1, 3))
 def test_a_stage_fetches_its_layers_of_its_micro_batches(batch, layout, layer, ranks):
     references: dict = {}
-    by_rows = [stored(group, layout, references) for group in batch]
+    by_rows = [by_reference(group, layout, references) for group in batch]
     tries, _ = fold(samples_of(*by_rows))
     wanted, _ = fold(samples_of(*batch))
     micro_batches = packing.pack(tries, ranks, 64, 2)
@@ -125,10 +113,8 @@ def test_a_stage_fetches_its_layers_of_its_micro_batches(batch, layout, layer, r
         for table, before in zip(tables_of(routing_of_batches(sent)), given_tables, strict=True):
             assert not table.references
             stage = next(s for s, own in enumerate(table.stages) if layer in own)
-            table.references = {
-                key: name for key, name in before.references.items() if key[0] == stage
-            }
-        fetched = fetch(routing_of_batches(sent), range(layer, layer + 1), getter(references))
+            table.references = {stage: before.references[stage]}
+        fetched = fetch(routing_of_batches(sent), range(layer, layer + 1), resolver(references))
         assert fetched == sum(
             array.nbytes
             for table in tables_of(routing_of_batches(sent))
@@ -188,7 +174,7 @@ def test_rows_that_lose_a_conflict_are_apart_unless_they_are_needed():
     assert owner.rows[1, 0].tolist() == [4, 5, 3]
     split = store_rows(group.trajectories, Layout(STAGES, on_conflict="split"))
     assert split.table.bounds.tolist() == [0, 0, 3, 6]
-    tries, _ = fold(samples_of(stored(group, Layout(STAGES), {})))
+    tries, _ = fold(samples_of(by_reference(group, Layout(STAGES), {})))
     assert {int(p) for rows in tries[0].routes.rows for p in rows.parts()} == {1, 2}
 
 
@@ -197,11 +183,11 @@ def test_layers_of_interleaved_stages():
     one = group.trajectories[0].steps[0]
     one.routing = np.arange(3 * 4 * TOP_K, dtype=np.uint8).reshape(3, 4, TOP_K)
     references: dict = {}
-    made = stored(group, Layout([(0, 2), (1, 3)]), references)
+    made = by_reference(group, Layout([(0, 2), (1, 3)]), references)
     routing = made.trajectories[0].steps[0].routing
-    assert fetch([routing], [2], getter(references)) == 3 * 2 * TOP_K
+    assert fetch([routing], [2], resolver(references)) == 3 * 2 * TOP_K
     assert np.array_equal(routing.values(slice(2, 3)), one.routing[:, 2:3])
-    fetch([routing], None, getter(references))
+    fetch([routing], None, resolver(references))
     assert np.array_equal(routing.values(), one.routing)
 
 
@@ -209,11 +195,18 @@ def test_experts_above_127_are_gathered_as_wider_numbers():
     group = turns(([1, 2], [5, 6]))
     group.trajectories[0].steps[0].routing[1, 1] = 200
     references: dict = {}
-    routing = stored(group, Layout(STAGES), references).trajectories[0].steps[0].routing
-    fetch([routing], None, getter(references))
+    routing = by_reference(group, Layout(STAGES), references).trajectories[0].steps[0].routing
+    fetch([routing], None, resolver(references))
     routes = Routes(np.array([0], np.int32), [routing], (LAYERS, TOP_K))
     assert routes.gather(3, slice(0, 1)).dtype == np.int8
     assert routes.gather(3).dtype == np.int16 and routes.gather(3)[1, 1].tolist() == [200, 200]
+
+
+@pytest.mark.parametrize("rows", [[], [3], [0, 1, 2, 7, 8], [5, 4, 3], [2, 2]])
+def test_rows_as_runs(rows):
+    runs = run_lengths(np.array(rows, np.int32))
+    assert expanded(runs).tolist() == rows and expanded(runs).dtype == np.int32
+    assert len(runs) == sum(a != b + 1 for a, b in zip(rows[1:], rows)) + bool(rows)
 
 
 def test_a_group_without_routing_stores_nothing():
@@ -233,7 +226,7 @@ def test_routing_that_cannot_be_numbered_is_an_error():
 
 def test_s10_validation_reports_what_was_found_before_storing():
     shape = ExpertShape(experts=8, top_k=TOP_K, moe_layers=(True,) * LAYERS)
-    group = stored(turns(([1, 2], [5, 6])), Layout(STAGES), {})
+    group = by_reference(turns(([1, 2], [5, 6])), Layout(STAGES), {})
     validate([group], experts=shape)
     routing = group.trajectories[0].steps[0].routing
     routing.problem = "expert 9 recorded; the model has 0 to 7"
