@@ -25,9 +25,9 @@ import numpy as np
 from megastep.errors import RolloutError
 from megastep.samples.trie import (
     FoldReport,
+    Owners,
     Tree,
     find_conflicts,
-    find_owners,
     number_variants,
 )
 from megastep.samples.validation import routing_problems, unrecorded
@@ -118,7 +118,8 @@ class _Distinct:
     def __init__(self, samples: list[Sample]):
         tree = Tree(samples)
         position = tree.positions()
-        owner = find_owners(samples, tree, len(position))
+        owners = Owners(samples, tree, position)
+        owner = owners.owner
         recorded = owner >= 0
         self.owned = int(np.count_nonzero(recorded))  # rows of owners
         row_of_token = np.cumsum(recorded, dtype=np.int32) - 1
@@ -133,7 +134,7 @@ class _Distinct:
             runs = tree.runs(i, sample.step.routing_start, sample.step.routing_end)
             pieces = [row_of_token[token : token + length] for token, _, length in runs]
             self.rows.append(np.concatenate(pieces) if pieces else row_of_token[:0])
-        self._add_conflicting(find_conflicts(samples, tree, position, owner, FoldReport()))
+        self._add_conflicting(find_conflicts(samples, tree, owners, FoldReport()))
 
     def _add_conflicting(self, conflicts: list) -> None:
         if not conflicts:
