@@ -227,6 +227,8 @@ def run_lengths(rows: np.ndarray) -> np.ndarray:
 
 def expanded(runs: np.ndarray) -> np.ndarray:
     """[n] i32: the rows of `run_lengths`."""
+    if len(runs) == 1:  # the usual case
+        return np.arange(runs[0, 0], runs[0].sum(), dtype=np.int32)
     first, length = runs.T
     begin = np.cumsum(length, dtype=np.int32) - length
     return np.arange(length.sum(), dtype=np.int32) + np.repeat(first - begin, length)
