@@ -23,6 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ from megastep import redaction, signals
 from megastep.config import GPU_BACKENDS, Config, address_problem
 from megastep.console import waiting
 from megastep.errors import ClusterError
+from megastep.models.architecture import read_architecture
 from megastep.policy.actor import Policy, PolicyRank
 from megastep.rollout.engine import Engine, Setup
 from megastep.rollout.fleet import Fleet
+from megastep.rollout.keeper import spawn_keeper
 from megastep.rollout.pool import Pool
 from megastep.rollout.worker import AgentWorker
 from megastep.rollout.workers import Workers, default_workers
@@ -305,7 +308,9 @@ class Cluster:
             spare_cpus = cpus - sum(bundle["CPU"] for bundle in self._bundles())
             count = default_workers(self.config.rollout.concurrency, self.has_gpu, spare_cpus)
         if count and (self.config.env.name is not None or self.config.has_agent):
-            self._workers = Workers(self._spawn_worker, count, fleet)
+            has_experts = read_architecture(self.config.model.path).experts is not None
+            keeper = partial(spawn_keeper, self.config) if has_experts else None
+            self._workers = Workers(self._spawn_worker, count, fleet, keeper)
             self._exits.callback(self._workers.close)
 
     def _spawn_worker(self, index: int):

@@ -21,6 +21,7 @@
         ├── EngineError       no engine can answer a call
         ├── RolloutFailed     every episode of a batch failed
         ├── RolloutError      trajectories that violate the data model
+        ├── RoutingLost       recorded routing whose node, or the process that kept it, ended
         └── TrainingError     a rank received or produced invalid data
             ├── ReplayError   routing that does not match its tokens
             └── SyncError     an engine without the weights that the policy sent
@@ -134,6 +135,10 @@ class RolloutFailed(RunFailed):
 
 
 class RolloutError(RunFailed, ValueError):
+    pass
+
+
+class RoutingLost(RunFailed):
     pass
 
 

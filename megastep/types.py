@@ -105,6 +105,125 @@ class Prompt:
 
 
 @dataclass(eq=False)
+class RoutingTable:
+    """The distinct rows of a group's recorded routing, stored elsewhere (samples/routing.py).
+
+    The rows are in parts, so that a rank can fetch those of its trajectories, and a part is one
+    object per pipeline stage, which holds the layers of that stage:
+
+        row r    is row r - bounds[p] of part p, where bounds[p] <= r < bounds[p + 1]
+        layer l  is in the objects of the stage s that has it in stages[s]
+
+    References stay behind when the table is pickled: whoever fetches gets those that it needs.
+    """
+
+    bounds: np.ndarray  # [parts + 1] i64
+    stages: list[tuple[int, ...]]  # the layers of each stage, ascending
+    top_k: int
+    dtype: np.dtype
+    # stage → a reference to its list [part] of references to objects; None: a part without rows
+    references: dict[int, object] = field(default_factory=dict)
+    # (stage, part) → the object [rows, layers of the stage, K], where it is in this process
+    arrays: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"references": {}}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """L, K."""
+        return sum(map(len, self.stages)), self.top_k
+
+    @property
+    def nbytes(self) -> int:
+        """Of all objects."""
+        layers, top_k = self.shape
+        return int(self.bounds[-1]) * layers * top_k * self.dtype.itemsize
+
+
+@dataclass(eq=False, slots=True)
+class StoredRouting:
+    """Routing by reference: token i has row rows[i] of the table. To its readers it is an array
+    [n, L, K] that has no values until they are fetched.
+
+    Two steps recorded the same experts for a token iff they have the same row for it.
+    """
+
+    table: RoutingTable
+    rows: np.ndarray  # [n] i32
+    problem: str | None = None  # of its values, found before they were stored
+
+    ndim = 3
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, tokens: slice) -> "StoredRouting":
+        return StoredRouting(self.table, self.rows[tokens], self.problem)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self), *self.table.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.table.dtype
+
+    def values(self, layers: slice = slice(None)) -> np.ndarray:
+        """[n, layers, K]; the objects with them must be in `table.arrays`."""
+        table = self.table
+        total_layers, top_k = table.shape
+        wanted = range(total_layers)[layers]
+        out = np.empty((len(self), len(wanted), top_k), table.dtype)
+        for stage, own_layers in enumerate(table.stages):
+            columns = [i for i, layer in enumerate(wanted) if layer in own_layers]
+            if columns:
+                source = _as_slice([own_layers.index(wanted[i]) for i in columns])
+                for start, stop, part, row in self._runs():
+                    rows = table.arrays[stage, part][row : row + stop - start]
+                    out[start:stop, _as_slice(columns)] = rows[:, source]
+        return out
+
+    def parts(self) -> np.ndarray:
+        """The parts that hold its rows, ascending."""
+        return np.unique(np.searchsorted(self.table.bounds, self.rows, side="right") - 1)
+
+    def _runs(self) -> list[tuple[int, int, int, int]]:
+        """Runs of consecutive rows of one part: (first token, first token after, part, row)."""
+        if not len(self):
+            return []
+        part = np.searchsorted(self.table.bounds, self.rows, side="right") - 1
+        begins = (np.diff(self.rows) != 1) | (np.diff(part) != 0)
+        start = np.append(0, np.flatnonzero(begins) + 1)
+        stop = np.append(start[1:], len(self))
+        row = self.rows[start] - self.table.bounds[part[start]]
+        columns = start, stop, part[start], row
+        return list(zip(*(column.tolist() for column in columns)))
+
+
+Routing = np.ndarray | StoredRouting
+
+
+def _as_slice(indices: list[int]) -> slice | list[int]:
+    """A slice copies faster."""
+    if indices == list(range(indices[0], indices[-1] + 1)):
+        return slice(indices[0], indices[-1] + 1)
+    return indices
+
+
+def routing_values(routing: Routing, layers: slice = slice(None)) -> np.ndarray:
+    """[n, layers, K]."""
+    return routing[:, layers] if isinstance(routing, np.ndarray) else routing.values(layers)
+
+
+def routing_keys(routing: Routing) -> np.ndarray:
+    """[n, m]: rows of a group that are equal here hold equal experts, and no others do."""
+    if isinstance(routing, np.ndarray):
+        return routing.reshape(len(routing), -1)
+    return routing.rows[:, None]
+
+
+@dataclass(eq=False)
 class Step:
     """One model call. `response_ids` are generated; the observation is in the next prompt.
 
@@ -126,7 +245,7 @@ class Step:
     # Routed experts of the tokens from routing_start on, as the engine recorded them. The engine
     # never forwards the last token it samples; a prefix that an earlier step recorded may be left
     # out.
-    routing: np.ndarray | None = None  # [n, L, K] u8 or i16
+    routing: Routing | None = None  # [n, L, K] u8 or i16
     routing_start: int = 0
     # The environment's id of the state in which the step began; None: the prompt identifies it
     state: int | None = None
@@ -270,13 +389,13 @@ class LossTable:
 
 @dataclass(eq=False)
 class Routes:
-    """Routing of a trie, by reference to the steps' arrays: token start[i] + j has rows[i][j].
+    """Routing of a trie, by reference to that of the steps: token start[i] + j has rows[i][j].
 
-    Tokens outside every run are free. `gather` copies the arrays, once, where they are used.
+    Tokens outside every run are free. `gather` copies the values, once, where they are used.
     """
 
     start: np.ndarray  # [n] i32, ascending
-    rows: list[np.ndarray]  # n views [length, L, K] of Step.routing
+    rows: list[Routing]  # n slices [length, L, K] of Step.routing
     shape: tuple[int, int]  # L, K
 
     def gather(self, tokens: int, layers: slice = slice(None)) -> np.ndarray:
@@ -297,7 +416,8 @@ class Routes:
         for start, rows in zip(self.start.tolist(), self.rows):
             stop = start + len(rows)
             out[filled:start] = FREE
-            out[start:stop] = (rows.view(dtype) if dtype == np.int8 else rows)[:, layers]
+            values = routing_values(rows, layers)
+            out[start:stop] = values.view(dtype) if dtype == np.int8 else values
             filled = stop
         out[filled:] = FREE
         return out

@@ -21,16 +21,18 @@ from megastep.config import Config, ParallelConfig
 from megastep.distributed import parallel
 from megastep.errors import CheckpointError, ReplayError, TrainingError
 from megastep.policy import worker as policy_worker
+from megastep.policy.routing_fetch import RoutingFetch
 from megastep.policy.worker import PolicyWorker
 from megastep.samples import lay_out
 from megastep.samples.packing import join
+from megastep.samples.routing import Layout, routing_of_batches, tables_of
 from megastep.trainer.learner import Learner
 from megastep.types import FinishReason, Sample
 from megastep.weights.hf_files import HFReader
 from tests import ranks
 from tests.models import some_tokens
 from tests.policy import updates as update_rollouts
-from tests.samples.rollouts import step
+from tests.samples.rollouts import by_reference, resolver, step
 
 
 def make_config(folder, layout: dict, settings: dict) -> Config:
@@ -516,6 +518,27 @@ def by_step(batches, values) -> dict:
             if key[0] >= 0:
                 found.setdefault(key, []).append(column[row])
     return {key: np.array(column) for key, column in found.items()}
+
+
+def logprobs_by_reference(folder, layout: dict) -> tuple[dict, dict, int, int]:
+    """Logprobs with routing in the steps' arrays, and by reference; the bytes that the rank fetched
+    for these, and those of all layers."""
+    worker = make_worker(folder, layout, {"loss.type": "reinforce", "routing_replay.enabled": True})
+    groups = update_rollouts.make_groups(replay=True)
+    batches = batches_of(worker, groups)
+    plain = by_step(batches, worker.logprobs(batches))
+
+    references: dict = {}
+    stages = worker.config.policy.parallel.stages(worker.arch.layers)
+    stored = [by_reference(group, Layout(stages), references) for group in groups]
+    batches = batches_of(worker, stored)
+    stage = parallel.place().pipeline
+    tables = tables_of(routing_of_batches(batches))
+    of_stage = [table.references[stage] for table in tables]
+    routing = RoutingFetch([batches], of_stage, stage, worker.replayed_layers, resolver(references))
+    for ready in routing.one_ahead([batches]):
+        fetched = by_step(ready, worker.logprobs(ready))
+    return plain, fetched, routing.fetched_bytes, sum(table.nbytes for table in tables)
 
 
 def logprobs_of(

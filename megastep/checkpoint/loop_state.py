@@ -5,6 +5,8 @@ ready.safetensors    groups that were generated and not yet trained on; absent i
 """
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from megastep.samples import store
 from megastep.types import Group
 
 _LOOP, _READY = "loop.json", "ready.safetensors"
+_NOT_PLAIN = ("ready", "ready_file")
 
 
 @dataclass
@@ -29,11 +32,24 @@ class LoopState:
     synced_versions: list[int] = field(default_factory=list)
     evaluates: bool = False  # an evaluation was running
     ready: list[Group] = field(default_factory=list)
+    ready_file: Path | None = None  # has the ready groups already, next to the checkpoint
+
+    def write_ready(self, root: Path, write: Callable[[Path, list[Group]], None]) -> None:
+        """Write the ready groups into `root`, for `write` to move: it may run in a process that
+        cannot resolve their routing."""
+        for left_by_a_kill in root.glob("ready_*.partial"):
+            left_by_a_kill.unlink()
+        path = root / f"ready_{self.step}.partial"
+        write(path, self.ready)
+        self.ready = []
+        self.ready_file = path
 
     def write(self, folder: Path) -> None:
-        plain = {name: value for name, value in vars(self).items() if name != "ready"}
+        plain = {name: value for name, value in vars(self).items() if name not in _NOT_PLAIN}
         (folder / _LOOP).write_text(json.dumps(plain))
-        if self.ready:
+        if self.ready_file is not None:
+            os.replace(self.ready_file, folder / _READY)
+        elif self.ready:
             store.write(folder / _READY, self.ready)
 
     @classmethod

@@ -201,6 +201,23 @@ class ParallelConfig:
     )
     context: int = setting(1, "context parallelism (needs a GPU)", ge=1, limit=RANKS)
 
+    def stages(self, layers: int) -> list[tuple[int, ...]]:
+        """The layers of each pipeline stage, from 0; not consecutive if interleaved.
+
+        >>> ParallelConfig(pipeline=2, virtual=2).stages(8)
+        [(0, 1, 4, 5), (2, 3, 6, 7)]
+        """
+        chunks = self.pipeline * self.virtual
+        counts = [layers // chunks] * chunks
+        if self.layers_per_stage is not None and self.pipeline > 1:
+            counts = self.layers_per_stage
+        stages: list[list[int]] = [[] for _ in range(self.pipeline)]
+        first = 0
+        for chunk, count in enumerate(counts):
+            stages[chunk % self.pipeline] += range(first, first + count)
+            first += count
+        return [tuple(own_layers) for own_layers in stages]
+
     @property
     def expert_tensor_size(self) -> int:
         if self.expert_tensor is not None:

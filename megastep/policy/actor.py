@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
@@ -26,7 +26,10 @@ from megastep.checkpoint.loop_state import LoopState
 from megastep.config import Config, LossConfig, OptimizerConfig
 from megastep.distributed.ports import listen
 from megastep.distributed.processes import forks_end_with_us, send_output_to
+from megastep.distributed.references import get_routing
 from megastep.errors import ClusterError, MegastepError, PolicyLost
+from megastep.policy.routing_fetch import RoutingFetch
+from megastep.samples.routing import routing_of_batches, tables_of
 from megastep.types import MicroBatch, Update
 
 # Ray probes a silent node five times, every three seconds, before it declares it dead.
@@ -58,8 +61,8 @@ class PolicyRank:
         self._listener = listen(host)
         return f"{host}:{self._listener.getsockname()[1]}"
 
-    def start(self, rank: int, address: str, backend: str) -> int:
-        """Join the process groups and build the model; returns the data-parallel rank."""
+    def start(self, rank: int, address: str, backend: str) -> "RankPlace":
+        """Join the process groups and build the model."""
         from megastep.distributed import cpu
 
         cpu.import_megatron()
@@ -73,7 +76,16 @@ class PolicyRank:
         parallel.start(config.policy.parallel, rank, config.policy.ranks, address, listener)
         self.worker = PolicyWorker(config)
         self.sender = Sender(self.worker.chunks, self.worker.arch, config, backend)
-        return parallel.place().data
+        place = parallel.place()
+        self.place = RankPlace(place.data, place.pipeline)
+        return self.place
+
+    def learn(self, mini_batches: list[list[MicroBatch]], references: list) -> list[Update]:
+        """references: to the routing of this stage, see RoutingFetch."""
+        stage = self.place.stage
+        layers = self.worker.replayed_layers
+        routing = RoutingFetch(mini_batches, references, stage, layers, get_routing)
+        return self.worker.learn(mini_batches, routing.one_ahead)
 
     def call(self, method: str, *arguments) -> Any:
         return getattr(self.worker, method)(*arguments)
@@ -81,6 +93,13 @@ class PolicyRank:
     def sync_weights(self, engines: list) -> int:
         self.sender.send(engines, self.worker.step)
         return self.worker.step
+
+
+class RankPlace(NamedTuple):
+    """The part of the data, and of the model's layers, that a rank has."""
+
+    data: int
+    stage: int
 
 
 class Policy:
@@ -115,7 +134,7 @@ class Policy:
         calls = [
             actor.start.remote(rank, address, backend) for rank, actor in enumerate(self.ranks)
         ]
-        self.data_ranks: list[int] = self._results(calls)
+        self.places: list[RankPlace] = self._results(calls)
 
     def check(self) -> None:
         """Raise PolicyLost if a rank has died; does not wait for calls in progress."""
@@ -140,7 +159,16 @@ class Policy:
     def learn(self, by_data_rank: list[list[list[MicroBatch]]]) -> list[Update]:
         """One optimizer step per mini-batch; by_data_rank[rank][mini-batch] are micro-batches."""
         parts = [ray.put(part) for part in by_data_rank]
-        return self._on_all(lambda actor, data: actor.call.remote("learn", parts[data]))[0]
+        tables = [
+            tables_of(rows for batch in part for rows in routing_of_batches(batch))
+            for part in by_data_rank
+        ]
+
+        def submit(actor, place: RankPlace):
+            references = [table.references[place.stage] for table in tables[place.data]]
+            return actor.learn.remote(parts[place.data], references)
+
+        return self._on_all(submit)[0]
 
     def sync_weights(self, engines: list) -> int:
         """Send the weights to these engine actors; returns the weight version."""
@@ -175,14 +203,14 @@ class Policy:
         shared = [ray.put(argument) for argument in arguments]
         return self._on_all(lambda actor, _: actor.call.remote(method, *shared))
 
-    def _on_all(self, submit: Callable[[Any, int], Any]) -> list:
+    def _on_all(self, submit: Callable[[Any, RankPlace], Any]) -> list:
         """Results of all ranks.
 
         Another thread sends weights to restarted engines. Calls are collective, so every rank must
         receive the calls of both threads in one order.
         """
         with self._submitting:
-            calls = [submit(actor, data) for actor, data in zip(self.ranks, self.data_ranks)]
+            calls = [submit(actor, place) for actor, place in zip(self.ranks, self.places)]
         return self._results(calls)
 
     def _results(self, calls: list) -> list:

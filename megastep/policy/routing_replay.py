@@ -5,7 +5,7 @@ the experts by the scores that it returns. Ours returns the recorded experts wit
 scores*, so the router keeps its gradient. A token without a record (-1: padding, or a token that
 the engine sampled and never forwarded) gets the live top-k.
 
-    driver     Step.routing [n, layers, K], validated before training (samples/validation.py)
+    recorded   Step.routing [n, layers, K], validated before training (samples/validation.py)
     rank       the layers of its stage; with sequence parallelism its shard of the tokens
     router     one tensor per forward pass; the tensors of passes under activation recomputation are
                queued until backward recomputes them

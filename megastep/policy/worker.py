@@ -13,7 +13,7 @@ rank with the same micro-batches. `learn` runs, for each mini-batch and where th
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -99,18 +99,28 @@ class PolicyWorker:
 
     # ------------------------------------------------------------ compute
 
-    def learn(self, mini_batches: list[list[MicroBatch]]) -> list[Update]:
-        """One optimizer step per mini-batch; old logprobs are those before the first step."""
+    def learn(
+        self,
+        mini_batches: list[list[MicroBatch]],
+        each: Callable[[list], Iterable[list[MicroBatch]]] = iter,
+    ) -> list[Update]:
+        """One optimizer step per mini-batch; old logprobs are those before the first step.
+
+        each: iterates over the mini-batches; each one's routing is there when it is reached.
+        """
         # With one mini-batch the old logprobs are those that the update itself computes.
         needs_old_logprobs = len(mini_batches) > 1 and self.loss.old_logprobs == "policy"
-        for micro_batches in mini_batches:
-            if needs_old_logprobs:
-                self.compute_old_logprobs(micro_batches)
-            if self.loss.kl_coef > 0:
-                self.compute_reference_logprobs(micro_batches)
-            if self.loss.type == "distill":
-                self.compute_teacher_logprobs(micro_batches)
-        updates = [self.update(micro_batches) for micro_batches in mini_batches]
+        needs_reference = self.loss.kl_coef > 0
+        needs_teacher = self.loss.type == "distill"
+        if needs_old_logprobs or needs_reference or needs_teacher:
+            for micro_batches in each(mini_batches):
+                if needs_old_logprobs:
+                    self.compute_old_logprobs(micro_batches)
+                if needs_reference:
+                    self.compute_reference_logprobs(micro_batches)
+                if needs_teacher:
+                    self.compute_teacher_logprobs(micro_batches)
+        updates = [self.update(micro_batches) for micro_batches in each(mini_batches)]
         gather_weights(self.chunks)  # exports, checkpoints and references read them
         return updates
 
@@ -201,8 +211,7 @@ class PolicyWorker:
     def _forward_step(self, finish: Callable, data: Iterator, model) -> tuple[Tensor, Callable]:
         """The signature of Megatron's schedules: the output, and the function for the loss."""
         chunk, micro_batch = next(data)
-        # Demonstrations have no recorded routing.
-        if self.config.routing_replay.enabled and self.loss.type != "nll":
+        if self._replays_routing:
             self._set_routing(chunk, micro_batch)
         batch = prepare(
             micro_batch,
@@ -214,6 +223,18 @@ class PolicyWorker:
             attention_setting=self.config.policy.attention,
         )
         return model(batch), partial(finish, micro_batch)
+
+    @property
+    def _replays_routing(self) -> bool:
+        """Demonstrations have no recorded routing."""
+        return self.config.routing_replay.enabled and self.loss.type != "nll"
+
+    @property
+    def replayed_layers(self) -> set[int]:
+        """This rank's layers, by their index in the model, whose recorded routing it needs."""
+        if not self._replays_routing:
+            return set()
+        return {layer.layer for layer in self._all_layer_replays()}
 
     def _set_routing(self, chunk: int, micro_batch: MicroBatch) -> None:
         layers = self.layer_replays[chunk]

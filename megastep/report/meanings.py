@@ -46,6 +46,9 @@ MEANINGS = {
     "worker/restarts": "agent worker restarts since the start of the run",
     "worker/env_calls_waiting": "blocking environment calls that waited for a thread of a worker "
     "(rollout.env_threads), maximum",
+    "worker/routing_gb": "recorded routing of complete groups in Ray's object stores, in GB",
+    "worker/prompts_held_back": "prompts that did not start because the routing of outstanding "
+    "groups filled its share of the object stores, maximum",
     # staleness
     "staleness/mean": "weight syncs since each trained token was sampled, mean",
     "staleness/max": "weight syncs since each trained token was sampled, maximum; at most "

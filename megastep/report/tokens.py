@@ -108,7 +108,7 @@ def _logprob(logprob: float | None) -> str:
 
 def _routed_experts(step: Step, token: int) -> str:
     """Routed experts of a response token per layer, where recorded."""
-    if step.routing is None or step.routing[0:1].size > SHOWN_EXPERTS:
+    if not isinstance(step.routing, np.ndarray) or step.routing[0:1].size > SHOWN_EXPERTS:
         return ""
     row = step.prompt_tokens + token - step.routing_start
     if not 0 <= row < len(step.routing):

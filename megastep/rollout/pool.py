@@ -7,6 +7,7 @@ from the order of events.
 """
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from megastep.rollout.agent import Agent
 from megastep.rollout.data import Prompt
 from megastep.rollout.env import Env
 from megastep.rollout.generation import Session
+from megastep.samples.routing import drop_routing
 from megastep.types import FAILED, Group, Trajectory
 
 
@@ -27,10 +29,19 @@ class Pool(ABC):
     samples_per_prompt: int
     concurrency: int  # episodes at a time
     label: str  # distinguishes the engine sessions of different pools
+    # Of the stored routing of outstanding groups; beyond it no prompt starts ahead of training.
+    routing_limit_bytes: float = math.inf
 
     @abstractmethod
     async def run_episode(self, prompt: Prompt, index: int) -> Trajectory:
         """Cancelling this cancels the episode and waits until it has closed its environment."""
+
+    async def close_group(self, prompt: Prompt, trajectories: list[Trajectory]) -> Group:
+        """The group of a prompt whose episodes have all ended."""
+        return Group(prompt.id, trajectories)
+
+    def forget_group(self, prompt: Prompt) -> None:  # noqa: B027  # most pools have nothing to do
+        """The group will not be closed."""
 
     async def run(
         self,
@@ -45,20 +56,21 @@ class Pool(ABC):
         indices = range(self.samples_per_prompt)
         pending = ((place, index) for place in range(len(prompts)) for index in indices)
         done: dict[tuple[int, int], Trajectory] = {}
+        groups: dict[int, Group] = {}
 
         async def worker():
             for place, index in pending:  # shared: each episode is taken by one worker
                 trajectory = await self.run_episode(prompts[place], index)
                 done[place, index] = trajectory
                 on_trajectory(trajectory)
+                if all((place, other) in done for other in indices):
+                    trajectories = [done[place, other] for other in indices]
+                    groups[place] = await self.close_group(prompts[place], trajectories)
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(min(self.concurrency, len(prompts) * self.samples_per_prompt)):
                 tasks.create_task(worker())
-        return [
-            Group(prompt.id, [done[place, index] for index in indices])
-            for place, prompt in enumerate(prompts)
-        ]
+        return [groups[place] for place in range(len(prompts))]
 
 
 @dataclass
@@ -69,6 +81,7 @@ class LocalPool(Pool):
     concurrency: int
     options: dict[str, Any] = field(default_factory=dict)  # of the environment
     label: str = "rollout"
+    keeps_routing: bool = True
 
     async def run_episode(self, prompt: Prompt, index: int) -> Trajectory:
         trajectory = await self.agent.run_episode(
@@ -78,7 +91,7 @@ class LocalPool(Pool):
             Session(f"{self.label}/{prompt.id}", index),
         )
         trajectory.env_metrics = redaction.hidden(trajectory.env_metrics)
-        return trajectory
+        return trajectory if self.keeps_routing else drop_routing(trajectory)
 
 
 def check_not_all_failed(groups: list[Group]) -> None:

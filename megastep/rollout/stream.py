@@ -14,6 +14,9 @@ step s + ceil(ahead). `take` prefers the oldest complete groups, so that slow on
     wait    `take` waits for it, and for groups that would not fit into the batches they are due in
     drop    a stale group is dropped, complete or not, and another prompt replaces it
 
+The routing of outstanding groups is in Ray's object stores. While it exceeds a share of them
+(`Pool.routing_limit_bytes`), no prompt starts beyond those that `take` waits for.
+
 Invariants, held by the tests: every prompt is in one batch, or was dropped and counted; no stale
 group is taken; `state` suffices to resume in another process without losing or repeating a prompt.
 
@@ -22,14 +25,16 @@ Episodes run in a thread with its own event loop. Cancelling them closes their e
 
 import asyncio
 import math
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
-from megastep.errors import RolloutFailed
+from megastep.errors import MegastepError, RolloutFailed
 from megastep.rollout.data import Prompt, PromptStream
 from megastep.rollout.pool import Pool, all_failed
+from megastep.samples.routing import routing_of_groups, tables_of
 from megastep.types import Group, Trajectory
 
 MEANWHILE_S = 5.0
@@ -42,6 +47,7 @@ class Entry:
     prompt: Prompt
     started: int | None = None  # training step of its first episode; None: all episodes are queued
     group: Group | None = None  # when complete
+    routing_bytes: int = 0  # of its stored routing
     task: asyncio.Task | None = None
 
 
@@ -89,6 +95,9 @@ class GroupStream:
         self._removed: list[Entry] = []  # taken or dropped for the current step
         self._wanted = 0  # groups that `take` waits for
         self._speed = Speed()
+        self._closed_groups = 0
+        self._closed_bytes = 0  # of their stored routing
+        self._held_back = 0  # prompts, the most since the last `metrics`
         # Tasks to cancel at the end; each cancels the tasks it started.
         self._roots: set[asyncio.Task] = set()
 
@@ -171,11 +180,16 @@ class GroupStream:
         self.step = step
         self.submit(self._restore(state)).result()
 
-    def tokens_per_s(self) -> float:
-        """Sampled tokens of groups completed since the last call, per second of rollout."""
+    def metrics(self) -> dict[str, float]:
+        """Since the last call."""
 
-        async def read() -> float:
-            return self._speed.read()
+        async def read() -> dict[str, float]:
+            metrics = {"rollout/tokens_per_s": self._speed.read()}
+            if math.isfinite(self.pool.routing_limit_bytes):
+                metrics["worker/routing_gb"] = self._routing_bytes() / 1e9
+                metrics["worker/prompts_held_back"] = self._held_back
+            self._held_back = 0
+            return metrics
 
         return self.submit(read()).result()
 
@@ -280,8 +294,23 @@ class GroupStream:
         remaining = (self.steps - self.step - 1) * self.batch
         after_this = min(int(self.ahead * self.batch), remaining)
         count = max(after_this + self._wanted - len(self._entries), 0)
-        for prompt in self.prompts.take(count):
+        needed = max(self._wanted - len(self._entries), 0)  # `take` waits for them
+        starting = max(min(count, self._room()), needed)
+        self._held_back = max(self._held_back, count - starting)
+        for prompt in self.prompts.take(starting):
             self._start(Entry(prompt))
+
+    def _room(self) -> int:
+        """Prompts whose routing the object stores have room for."""
+        free = self.pool.routing_limit_bytes - self._routing_bytes()
+        if not self._closed_bytes or math.isinf(free):
+            return sys.maxsize
+        running = sum(entry.group is None for entry in self._entries.values())
+        return max(int(free * self._closed_groups / self._closed_bytes) - running, 0)
+
+    def _routing_bytes(self) -> int:
+        """Of complete groups that are outstanding or being trained on."""
+        return sum(entry.routing_bytes for entry in [*self._entries.values(), *self._removed])
 
     def _start(self, entry: Entry) -> None:
         self._entries[entry.prompt.id] = entry
@@ -304,11 +333,18 @@ class GroupStream:
         try:
             async with asyncio.TaskGroup() as tasks:  # ends when all environments are closed
                 episodes = [tasks.create_task(episode(index)) for index in indices]
-            entry.group = Group(entry.prompt.id, [task.result() for task in episodes])
+            trajectories = [task.result() for task in episodes]
+            entry.group = await self.pool.close_group(entry.prompt, trajectories)
+            entry.routing_bytes = stored_bytes(entry.group)
+            self._closed_groups += 1
+            self._closed_bytes += entry.routing_bytes
             tokens = sampled_tokens([entry.group])
         except ExceptionGroup as errors:
             self._error = errors.exceptions[0]  # raised by the next take
+        except MegastepError as error:  # of close_group
+            self._error = error
         except asyncio.CancelledError:
+            self.pool.forget_group(entry.prompt)
             task = asyncio.current_task()
             if task is not None and not task.cancelling():  # raised inside the episode
                 self._error = RolloutFailed(
@@ -372,6 +408,11 @@ class Speed:
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def stored_bytes(group: Group) -> int:
+    """Of the group's routing in Ray's object stores."""
+    return sum(table.nbytes for table in tables_of(routing_of_groups([group])))
 
 
 def sampled_tokens(groups: list[Group]) -> int:

@@ -150,6 +150,7 @@ class Task:
             rollout.concurrency,
             config.env.options,
             label,
+            keeps_routing=label == "train",
         )
 
 

@@ -1,11 +1,14 @@
 """An agent worker: a Ray actor that runs episodes, with its own event loop, tokenizer, environments
-and router. `workers.py` is the driver's side.
+and router. `workers.py` is the driver's side. Recorded routing goes to a keeper (`keeper.py`).
 """
 
 import asyncio
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+import ray
 
 from megastep.config import Config
 from megastep.distributed.processes import send_output_to
@@ -14,6 +17,7 @@ from megastep.rollout.data import Prompt
 from megastep.rollout.pool import Pool
 from megastep.rollout.router import Engines, Lost, Router
 from megastep.rollout.task import Task
+from megastep.samples.routing import drop_routing
 from megastep.types import Trajectory
 
 EpisodeKey = tuple[str, int, int]  # label of the pool, prompt, index
@@ -44,17 +48,27 @@ class AgentWorker:
         pools = task.pool(self.router.generate), task.eval_pool(self.router.generate)
         self.pools: dict[str, Pool] = {pool.label: pool for pool in pools}
         self.episodes: dict[EpisodeKey, asyncio.Task] = {}
+        self.keeper: Any = None  # a Ray actor; None: the model has no experts
 
     async def pid(self) -> int:
         return os.getpid()
 
+    async def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
     async def run_episode(self, label: str, prompt: Prompt, index: int) -> Trajectory:
+        """Without routing, which the keeper gets first."""
         key = (label, prompt.id, index)
-        self.episodes[key] = asyncio.ensure_future(self.pools[label].run_episode(prompt, index))
+        pool = self.pools[label]
+        self.episodes[key] = asyncio.ensure_future(pool.run_episode(prompt, index))
         try:
-            return await self.episodes[key]
+            trajectory = await self.episodes[key]
         finally:
             del self.episodes[key]
+        if self.keeper is None or not pool.keeps_routing:
+            return trajectory
+        await self.keeper.add.remote((label, prompt.id), trajectory)
+        return drop_routing(trajectory)
 
     async def cancel_episode(self, key: EpisodeKey) -> None:
         """Returns when the environment is closed."""
@@ -67,6 +81,9 @@ class AgentWorker:
 
     async def set_engines(self, engines: Engines) -> None:
         self.router.update(engines)
+
+    async def set_keeper(self, keeper: Any) -> None:
+        self.keeper = keeper
 
     def _report(self, lost: Lost) -> None:
         self.lost.append(lost)

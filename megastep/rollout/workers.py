@@ -2,7 +2,9 @@
 
     driver                                             worker.AgentWorker
     RemotePool.run_episode(prompt, index) ───────────► Env, renderer, Router ── generate ──► engines
-                                          ◄─────────── Trajectory
+                                          ◄─────────── Trajectory without routing
+    RemotePool.close_group ──────────────────────────► keeper.RoutingKeeper: the routing
+                                          ◄─────────── references to it
     Fleet ── engines that serve ─────────────────────► Router
           ◄────────────────────────── a lost engine ──
 
@@ -18,15 +20,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
+from megastep.errors import MegastepError, RolloutFailed
 from megastep.rollout.data import Prompt
 from megastep.rollout.fleet import Fleet
+from megastep.rollout.keeper import ClosedGroup
 from megastep.rollout.pool import Pool
 from megastep.rollout.router import ACTOR_DIED, Engines, end_reason
-from megastep.types import StopReason, Trajectory
+from megastep.types import Group, StopReason, Trajectory
 
 MAX_ATTEMPTS = 3
 EPISODES_PER_WORKER = 64  # of the default number of workers
+# Of the object stores, for the routing of groups that wait for training. As much again is in
+# running episodes and in groups that are being closed, and ranks fetch copies.
+OBJECT_STORE_SHARE = 1 / 3
 
 
 def default_workers(concurrency: int, has_gpu: bool, spare_cpus: float) -> int:
@@ -42,13 +50,23 @@ class WorkerSlot:
     index: int
     handle: Any  # Ray actor
     restarts: int = 0
+    keeper: Any = None  # of the routing of its episodes, a Ray actor
 
 
 class Workers:
-    """`spawn(index)` starts an actor."""
+    """`spawn(index)` starts an actor, `spawn_keeper(node)` a keeper of routing; None: the model has
+    no experts."""
 
-    def __init__(self, spawn: Callable[[int], Any], count: int, fleet: Fleet):
+    def __init__(
+        self,
+        spawn: Callable[[int], Any],
+        count: int,
+        fleet: Fleet,
+        spawn_keeper: Callable[[str], Any] | None = None,
+    ):
         self._spawn = spawn
+        self._spawn_keeper = spawn_keeper
+        self._keepers: dict[str, Any] = {}  # node → keeper
         self._fleet = fleet
         self._engines = Engines({})
         self._closing = False
@@ -56,14 +74,27 @@ class Workers:
 
     def start(self) -> None:
         """Wait until every worker runs, and connect them to the fleet."""
-        ray.get([slot.handle.pid.remote() for slot in self.slots])
+        nodes = ray.get([slot.handle.node.remote() for slot in self.slots])
+        if self._spawn_keeper is not None:
+            self._keepers = {node: self._spawn_keeper(node) for node in dict.fromkeys(nodes)}
+            for slot, node in zip(self.slots, nodes):
+                slot.keeper = self._keepers[node]
+                slot.handle.set_keeper.remote(slot.keeper)
         self._fleet.listen(self._set_engines)
         for slot in self.slots:
             self._fleet.submit(self._relay_losses(slot.handle))
 
     def pool(self, local: Pool) -> "RemotePool":
         """The pool whose episodes run in the workers instead."""
-        return RemotePool(local.samples_per_prompt, local.concurrency, local.label, self)
+        limit = OBJECT_STORE_SHARE * ray.cluster_resources()["object_store_memory"]
+        return RemotePool(
+            local.samples_per_prompt,
+            local.concurrency,
+            local.label,
+            local.keeps_routing,
+            self,
+            limit,
+        )
 
     def metrics(self) -> dict[str, float]:
         peaks = [slot.handle.peak_waiting.remote() for slot in self.slots]
@@ -74,11 +105,14 @@ class Workers:
 
     def close(self) -> None:
         self._closing = True
-        for slot in self.slots:
-            ray.kill(slot.handle)
+        for actor in [*(slot.handle for slot in self.slots), *self._keepers.values()]:
+            ray.kill(actor)
+
+    def _slot(self, prompt: Prompt) -> WorkerSlot:
+        return self.slots[prompt.id % len(self.slots)]
 
     async def run_episode(self, label: str, prompt: Prompt, index: int) -> Trajectory:
-        slot = self.slots[prompt.id % len(self.slots)]
+        slot = self._slot(prompt)
         for _ in range(MAX_ATTEMPTS):
             handle = slot.handle
             reference = handle.run_episode.remote(label, prompt, index)
@@ -98,6 +132,36 @@ class Workers:
             stop_reason=StopReason.ENV_ERROR,
         )
 
+    async def close_group(self, label: str, prompt: Prompt, trajectories: list[Trajectory]) -> None:
+        """Give the trajectories their routing by reference. Those whose routing a keeper lost when
+        it died run again."""
+        keeper = self._slot(prompt).keeper
+        if keeper is None:
+            return
+        for _ in range(MAX_ATTEMPTS):
+            places = [place for place, t in enumerate(trajectories) if t.steps]
+            indices = [trajectories[place].index for place in places]
+            try:
+                closed: ClosedGroup = await keeper.close.remote((label, prompt.id), indices)
+            except RayTaskError as error:
+                raise (error.cause if isinstance(error.cause, MegastepError) else error) from None
+            if not closed.missing:
+                closed.attach([trajectories[place] for place in places])
+                return
+            for place in places:
+                index = trajectories[place].index
+                if index in closed.missing:
+                    trajectories[place] = await self.run_episode(label, prompt, index)
+        raise RolloutFailed(
+            f"prompt {prompt.id}: the recorded routing of its episodes was lost {MAX_ATTEMPTS} "
+            "times: the process that kept it ended"
+        )
+
+    def forget_group(self, label: str, prompt: Prompt) -> None:
+        keeper = self._slot(prompt).keeper
+        if keeper is not None:
+            keeper.forget.remote((label, prompt.id))
+
     def _restart(self, slot: WorkerSlot, handle: Any) -> None:
         if slot.handle is not handle or self._closing:
             return  # another episode has restarted it, or closing
@@ -105,6 +169,7 @@ class Workers:
         slot.restarts += 1
         slot.handle = self._spawn(slot.index)
         slot.handle.set_engines.remote(self._engines)
+        slot.handle.set_keeper.remote(slot.keeper)
         self._fleet.submit(self._relay_losses(slot.handle))
 
     def _set_engines(self, engines: Engines) -> None:
@@ -144,7 +209,18 @@ class RemotePool(Pool):
     samples_per_prompt: int
     concurrency: int
     label: str
+    keeps_routing: bool
     workers: Workers
+    routing_limit_bytes: float
 
     async def run_episode(self, prompt: Prompt, index: int) -> Trajectory:
         return await self.workers.run_episode(self.label, prompt, index)
+
+    async def close_group(self, prompt: Prompt, trajectories: list[Trajectory]) -> Group:
+        if self.keeps_routing:
+            await self.workers.close_group(self.label, prompt, trajectories)
+        return Group(prompt.id, trajectories)
+
+    def forget_group(self, prompt: Prompt) -> None:
+        if self.keeps_routing:
+            self.workers.forget_group(self.label, prompt)

@@ -12,6 +12,7 @@ Group[Trajectory[Step]]
   MicroBatch
 
 metrics          of each of these
+routing          recorded routing by reference: stored rows, and what a rank fetches of them
 store            rollouts on disk
 
 for groups in packing.mini_batches(batch, prompts=32):  # one optimizer step each

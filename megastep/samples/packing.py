@@ -23,7 +23,7 @@ from collections import deque
 import numpy as np
 
 from megastep.samples.trie import restrict
-from megastep.types import PADDING, Group, LossTable, MicroBatch, Routes, Trie
+from megastep.types import PADDING, Group, LossTable, MicroBatch, Routes, Routing, Trie
 
 
 def mini_batches(groups: list[Group], prompts: int) -> list[list[Group]]:
@@ -301,7 +301,7 @@ def _join_losses(tables: list[LossTable], start: list[int]) -> LossTable:
 
 def _join_routes(parts: list[Trie], start: list[int], shape: tuple[int, int]) -> Routes:
     starts = [np.zeros(0, np.int32)]
-    rows: list[np.ndarray] = []
+    rows: list[Routing] = []
     for part, first in zip(parts, start):
         if part.routes is not None:
             starts.append(part.routes.start + np.int32(first))

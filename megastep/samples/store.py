@@ -82,9 +82,9 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
@@ -92,8 +92,17 @@ import numpy as np
 
 from megastep.errors import RolloutError, StoreError
 from megastep.samples.prefix import shared_prefixes
+from megastep.samples.routing import drop_routing, fetch, release
 from megastep.samples.validation import validate
-from megastep.types import FinishReason, Group, Step, Trajectory
+from megastep.types import (
+    FinishReason,
+    Group,
+    Routing,
+    Step,
+    StoredRouting,
+    Trajectory,
+    routing_values,
+)
 
 FORMAT = "megastep.rollouts"
 VERSION = 3
@@ -153,11 +162,11 @@ OPTIONAL = (
 
 @dataclass
 class _Column:
-    """A column as a list of pieces, which are written without a copy."""
+    """A column as pieces, which are written without a copy."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: list[np.ndarray]
+    pieces: Iterable[np.ndarray]
 
     @property
     def nbytes(self) -> int:
@@ -167,12 +176,14 @@ class _Column:
 # ---------------------------------------------------------------- writing
 
 
-def write(path: str | Path, groups: list[Group]) -> None:
-    """Write a file atomically."""
+def write(
+    path: str | Path, groups: list[Group], get: Callable[[list], list[np.ndarray]] = list
+) -> None:
+    """Write a file atomically. `get` resolves references to routing, one group at a time."""
     validate(groups)
     # Wide types first: every column then begins at a multiple of its item size.
     columns = dict(
-        sorted(_columns(groups).items(), key=lambda item: -np.dtype(item[1].dtype).itemsize)
+        sorted(_columns(groups, get).items(), key=lambda item: -np.dtype(item[1].dtype).itemsize)
     )
     header = _header(columns, groups)
     temporary = Path(f"{path}.{os.getpid()}.tmp")
@@ -192,14 +203,10 @@ def write(path: str | Path, groups: list[Group]) -> None:
 
 def without_routing(groups: list[Group]) -> list[Group]:
     """Copies without routing, which is most of a file."""
-    stripped = []
-    for group in groups:
-        trajectories = []
-        for trajectory in group.trajectories:
-            steps = [step.replaced(routing=None, routing_start=0) for step in trajectory.steps]
-            trajectories.append(replace(trajectory, steps=steps))
-        stripped.append(replace(group, trajectories=trajectories))
-    return stripped
+    return [
+        replace(group, trajectories=[drop_routing(t) for t in group.trajectories])
+        for group in groups
+    ]
 
 
 def _header(columns: dict[str, _Column], groups: list[Group]) -> bytes:
@@ -246,7 +253,7 @@ def _trajectory_json(trajectory: Trajectory) -> str:
         raise StoreError(f"{where}: env_metrics must hold JSON values ({error})") from None
 
 
-def _columns(groups: list[Group]) -> dict[str, _Column]:
+def _columns(groups: list[Group], get: Callable[[list], list[np.ndarray]]) -> dict[str, _Column]:
     trajectories = [t for g in groups for t in g.trajectories]
     steps = [s for t in trajectories for s in t.steps]
     shared, new_ids = _prompts(trajectories)
@@ -278,8 +285,28 @@ def _columns(groups: list[Group]) -> dict[str, _Column]:
         columns["step/has_routing"] = _flat("|b1", [s.routing is not None for s in steps])
         columns["step/routing_rows"] = _offsets(s.routing_end - s.routing_start for s in steps)
         columns["step/routing_start"] = _flat("<i4", [s.routing_start for s in steps])
-        columns["routing"] = _joined(recorded[0].dtype.str, recorded[0].shape[1:], recorded)
+        columns["routing"] = _Column(
+            recorded[0].dtype.str,
+            (sum(map(len, recorded)), *recorded[0].shape[1:]),
+            _routing_arrays(recorded, get),
+        )
     return columns
+
+
+def _routing_arrays(
+    recorded: list[Routing], get: Callable[[list], list[np.ndarray]]
+) -> Iterator[np.ndarray]:
+    """The routing of each step; the objects of a group are fetched when it is reached."""
+
+    def table_of(routing: Routing) -> int | None:
+        return id(routing.table) if isinstance(routing, StoredRouting) else None
+
+    for _, of_group in groupby(recorded, table_of):
+        routings = list(of_group)
+        fetch(routings, None, get)
+        for routing in routings:
+            yield routing_values(routing)
+        release(routings)
 
 
 def _prompts(trajectories: list[Trajectory]) -> tuple[list[int], list[np.ndarray]]:

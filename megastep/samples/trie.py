@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megastep.samples.prefix import common_prefix
-from megastep.types import LossTable, Routes, Sample, Step, Trie
+from megastep.types import LossTable, Routes, Routing, Sample, Step, Trie, routing_keys
 
 PACK_LAYOUTS = ("flat", "merge", "trie")
 ON_CONFLICT = ("owner", "split")
@@ -105,16 +105,16 @@ def _fold_group(
 
 def _build(samples: list[Sample], rows: "_LossRows", on_conflict: str, report: FoldReport) -> Trie:
     """The trie of all tokens, trained or not: an untrained step may have recorded routing too."""
-    tree = _Tree(samples)
+    tree = Tree(samples)
     trie = tree.trie(rows)
     if all(sample.step.routing is None for sample in samples):
         return trie
-    owner = _owners(samples, tree, len(trie))
-    conflicts = _conflicts(samples, tree, trie, owner, report)
+    owner = find_owners(samples, tree, len(trie))
+    conflicts = find_conflicts(samples, tree, trie.position, owner, report)
     if conflicts and on_conflict == "split":
         tree.split_conflicts(samples, conflicts)
         trie = tree.trie(rows)
-        owner = _owners(samples, tree, len(trie))
+        owner = find_owners(samples, tree, len(trie))
     trie.routes = _routes(samples, trie, owner)
     return trie
 
@@ -122,7 +122,7 @@ def _build(samples: list[Sample], rows: "_LossRows", on_conflict: str, report: F
 # ---------------------------------------------------------------- the radix tree
 
 
-class _Tree:
+class Tree:
     """A radix tree over `keys`, the tokens of all steps in a row. A node is a run of keys.
 
     Node 0 is an empty root above all others. Every step ends where a node ends.
@@ -244,23 +244,30 @@ class _Tree:
     def trie(self, rows: "_LossRows") -> Trie:
         nodes = self.order[1:]
         runs = [self.keys[self.first[n] : self.first[n] + self.length[n]] for n in nodes]
-        keys = np.concatenate(runs)
-        # [node] i32
-        at = np.array([self.at[n] for n in nodes], np.int32)
         length = np.array([self.length[n] for n in nodes], np.int32)
-        depth = np.array([self.depth[n] for n in nodes], np.int32)
         end = np.array([self.end[n] for n in nodes], np.int32)
         return Trie(
-            tokens=keys.astype(np.int32, copy=False),  # drops the variant, see split_conflicts
-            position=np.arange(len(keys), dtype=np.int32) + np.repeat(depth - at, length),
+            # drops the variant, see split_conflicts
+            tokens=np.concatenate(runs).astype(np.int32, copy=False),
+            position=self.positions(),
             end=np.repeat(end, length),
             loss=rows.table(self),
         )
 
-    def split_conflicts(self, samples: list[Sample], conflicts: list["_Conflict"]) -> None:
+    def positions(self) -> np.ndarray:
+        """[token] i32: its depth in the trie."""
+        nodes = self.order[1:]
+        # [node] i32
+        at = np.array([self.at[n] for n in nodes], np.int32)
+        length = np.array([self.length[n] for n in nodes], np.int32)
+        depth = np.array([self.depth[n] for n in nodes], np.int32)
+        tokens = int(length.sum())
+        return np.arange(tokens, dtype=np.int32) + np.repeat(depth - at, length)
+
+    def split_conflicts(self, samples: list[Sample], conflicts: list["Conflict"]) -> None:
         """Rebuild the tree with keys token + variant · 2³²: one variant per recorded routing."""
         keys = self.keys.astype(np.int64)
-        for conflict, variant in zip(conflicts, _variants(samples, conflicts)):
+        for conflict, variant in zip(conflicts, number_variants(samples, conflicts)):
             keys[self.bounds[conflict.sample] + conflict.position] += variant << 32
         # A step inherits the routing that it did not record from its trajectory's previous step.
         previous: dict[int, int] = {}  # trajectory → its latest sample
@@ -309,7 +316,7 @@ class _LossRows:
     def __len__(self) -> int:
         return len(self.response_index)
 
-    def table(self, tree: _Tree) -> LossTable:
+    def table(self, tree: Tree) -> LossTable:
         samples = self.samples
         response_ids = np.concatenate([s.step.response_ids for s in samples])
         logprobs = np.concatenate([_logprobs(s) for s in samples])
@@ -327,7 +334,7 @@ class _LossRows:
     def _per_row(self, per_sample: list, dtype: type) -> np.ndarray:
         return np.repeat(np.array(per_sample, dtype), self.counts)
 
-    def _sources(self, tree: _Tree) -> np.ndarray:
+    def _sources(self, tree: Tree) -> np.ndarray:
         """[row] trie index of the token before each trained token, on its step's path."""
         # Expand the runs to the trie index of every token from the last prompt token on, step by
         # step. `first` [sample + 1]: where the tokens of each step begin among these.
@@ -352,7 +359,7 @@ def _logprobs(sample: Sample) -> np.ndarray:
 # ---------------------------------------------------------------- routing
 
 
-def _owners(samples: list[Sample], tree: _Tree, tokens: int) -> np.ndarray:
+def find_owners(samples: list[Sample], tree: Tree, tokens: int) -> np.ndarray:
     """[token] the sample whose routing it takes; -1 where no step recorded any.
 
         sample 0   prompt [A]          response [B C]    recorded A B; C was never forwarded
@@ -381,7 +388,7 @@ def _owners(samples: list[Sample], tree: _Tree, tokens: int) -> np.ndarray:
 def _routes(samples: list[Sample], trie: Trie, owner: np.ndarray) -> Routes:
     """Views of the recorded routing, one per run of tokens on one path with one owner.
 
-    The example of `_owners` gives start = [0, 2]; E, without an owner, is in no run:
+    The example of `find_owners` gives start = [0, 2]; E, without an owner, is in no run:
 
         A B      tokens 0 and 1    rows[0] = routing[0:2] of sample 0
         C O D    tokens 2 to 4     rows[1] = routing[2:5] of sample 1
@@ -399,8 +406,8 @@ def _routes(samples: list[Sample], trie: Trie, owner: np.ndarray) -> Routes:
     return Routes(start.astype(np.int32), rows, shape)
 
 
-def _recorded(step: Step, position: int, tokens: int) -> np.ndarray:
-    """[tokens, L, K] view of the routing that a step recorded from this position on."""
+def _recorded(step: Step, position: int, tokens: int) -> Routing:
+    """[tokens, L, K] slice of the routing that a step recorded from this position on."""
     assert step.routing is not None
     row = position - step.routing_start
     return step.routing[row : row + tokens]
@@ -415,7 +422,7 @@ def _owner_runs(owner: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np
 
 
 @dataclass
-class _Conflict:
+class Conflict:
     """Tokens for which a sample recorded other experts than their owner."""
 
     sample: int
@@ -423,10 +430,14 @@ class _Conflict:
     token: np.ndarray  # [n] in the trie
 
 
-def _conflicts(
-    samples: list[Sample], tree: _Tree, trie: Trie, owner: np.ndarray, report: FoldReport
-) -> list[_Conflict]:
-    run_starts, run_stops = (bounds.tolist() for bounds in _owner_runs(owner, trie.position))
+def find_conflicts(
+    samples: list[Sample],
+    tree: Tree,
+    trie_position: np.ndarray,
+    owner: np.ndarray,
+    report: FoldReport,
+) -> list[Conflict]:
+    run_starts, run_stops = (bounds.tolist() for bounds in _owner_runs(owner, trie_position))
     conflicts = []
     for i, sample in enumerate(samples):
         step = sample.step
@@ -443,7 +454,7 @@ def _conflicts(
                     report.routes_compared += tokens
                     report.routes_conflicting += len(differ)
                     if len(differ):
-                        conflicts.append(_Conflict(i, depth + differ, token + differ))
+                        conflicts.append(Conflict(i, depth + differ, token + differ))
                 token += tokens
                 run += 1
     return conflicts
@@ -451,21 +462,21 @@ def _conflicts(
 
 def _differing(a: Step, b: Step, position: int, tokens: int) -> np.ndarray:
     """Offsets, from `position`, of the tokens for which two steps recorded different experts."""
-    mine = _recorded(a, position, tokens)
-    theirs = _recorded(b, position, tokens)
+    mine = routing_keys(_recorded(a, position, tokens))
+    theirs = routing_keys(_recorded(b, position, tokens))
     if np.array_equal(mine, theirs):
         return np.zeros(0, np.int64)
-    return np.flatnonzero((mine != theirs).any(axis=(1, 2)))
+    return np.flatnonzero((mine != theirs).any(axis=1))
 
 
-def _variants(samples: list[Sample], conflicts: list[_Conflict]) -> list[np.ndarray]:
+def number_variants(samples: list[Sample], conflicts: list[Conflict]) -> list[np.ndarray]:
     """A number from 1 for each distinct (token, routed experts); 0 is the owner's variant."""
     records = []
     for conflict in conflicts:
         step = samples[conflict.sample].step
         assert step.routing is not None
-        rows = step.routing[conflict.position - step.routing_start]  # [n, L, K]
-        routing_bytes = rows.reshape(len(conflict.token), -1).view(np.uint8)
+        keys = routing_keys(step.routing)[conflict.position - step.routing_start]
+        routing_bytes = keys.view(np.uint8)
         token_bytes = conflict.token.astype(np.int64)[:, None].view(np.uint8)
         records.append(np.concatenate([token_bytes, routing_bytes], axis=1))
     table = np.concatenate(records)

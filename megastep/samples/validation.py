@@ -2,9 +2,28 @@
 
 import numpy as np
 
+from megastep.config import Config
 from megastep.errors import RolloutError
+from megastep.models.architecture import read_architecture
 from megastep.samples.prefix import shared_prefixes, shared_tokens
-from megastep.types import MAX_LOGPROB, ExpertShape, FinishReason, Group, Step, Trajectory
+from megastep.types import (
+    MAX_LOGPROB,
+    ExpertShape,
+    FinishReason,
+    Group,
+    Routing,
+    Step,
+    StoredRouting,
+    Trajectory,
+)
+
+
+def model_limits(config: Config) -> tuple[int, ExpertShape | None]:
+    """Vocabulary and, with routing replay, the shape of the routing: arguments of `validate`."""
+    arch = read_architecture(config.model.path)
+    if arch.experts is None or not config.routing_replay.enabled:
+        return arch.vocab, None
+    return arch.vocab, ExpertShape(arch.experts.count, arch.experts.top_k, arch.experts.layers)
 
 
 def validate(
@@ -70,13 +89,18 @@ def _trajectory_problems(
         if step.routing is not None and step.routing.ndim == 3:
             shape = (*step.routing.shape[1:], str(step.routing.dtype))
             shapes.setdefault(shape, f"{where}, step {step.index}")
-    return problems or _unrecorded(trajectory, where)
+    return problems or unrecorded(trajectory, where)
 
 
-def _unrecorded(trajectory: Trajectory, where: str) -> list[str]:
-    """Steps that leave out routing which no earlier step recorded for the same tokens."""
+def unrecorded(trajectory: Trajectory, where: str) -> list[str]:
+    """Steps that leave out routing which no earlier step recorded for the same tokens.
+
+    Stored routing was checked before it was stored.
+    """
     problems: list[str] = []
-    if not any(step.routing_start for step in trajectory.steps):
+    if not any(
+        step.routing_start and isinstance(step.routing, np.ndarray) for step in trajectory.steps
+    ):
         return problems
     for i, (step, prompt_ids, shared) in enumerate(shared_prefixes(trajectory.steps)):
         start = step.routing_start
@@ -139,7 +163,7 @@ def _step_problems(step: Step) -> list[str]:
     if step.finish not in list(FinishReason):
         problems.append(f"finish is {step.finish!r}; one of {', '.join(FinishReason)} is needed")
     if step.routing is not None:
-        problems += _routing_problems(step, step.routing)
+        problems += routing_problems(step, step.routing)
     return problems
 
 
@@ -190,7 +214,7 @@ def _wrong_logprob(logprobs: np.ndarray, loss_mask: np.ndarray) -> float | None:
     return float(bad[0]) if len(bad) else None
 
 
-def _routing_problems(step: Step, routing: np.ndarray) -> list[str]:
+def routing_problems(step: Step, routing: Routing) -> list[str]:
     if routing.ndim != 3 or routing.dtype not in (np.dtype(np.uint8), np.dtype(np.int16)):
         return [
             f"routing is {routing.dtype} with {routing.ndim} axes; "
@@ -241,6 +265,13 @@ def _experts_problem(step: Step, shape: ExpertShape) -> str | None:
             f"routing of shape {list(routing.shape)}; "
             f"the model has [tokens, {layers} layers, top {shape.top_k}]"
         )
+    if isinstance(routing, StoredRouting):
+        return routing.problem
+    return values_problem(step, routing, shape)
+
+
+def values_problem(step: Step, routing: np.ndarray, shape: ExpertShape) -> str | None:
+    """Experts that the model does not have, or an expert twice in a layer of one token."""
     # [tokens, MoE layers, K]
     chosen = routing if all(shape.moe_layers) else routing[:, np.array(shape.moe_layers)]
     if chosen.size and not 0 <= chosen.min() <= chosen.max() < shape.experts:

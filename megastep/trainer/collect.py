@@ -22,9 +22,9 @@ from megastep.errors import CheckpointError, OutputError, RunDirError
 from megastep.report.run_report import write_report
 from megastep.rollout.data import Prompt
 from megastep.rollout.generation import Generate
+from megastep.rollout.keeper import write_rollouts
 from megastep.rollout.pool import Pool, check_not_all_failed
 from megastep.rollout.task import Task
-from megastep.samples import store
 from megastep.samples.metrics import (
     evaluation_metrics,
     rollout_metrics,
@@ -61,8 +61,7 @@ def rollout(config: Config, out: Path) -> list[Group]:
     checkpoint = checkpoint_of(config)
     task = Task.load(config)
     prompts = task.stream().take(config.rollout.prompts)
-    groups, speed = _generate(config, checkpoint, task.pool, prompts, log)
-    store.write(out, groups)
+    groups, speed = _generate(config, checkpoint, task.pool, prompts, log, out)
     print(rollout_summary(rollout_metrics(groups), speed))
     print(f"{out}: written; report: megastep view {out} --model {config.model.path}")
     return groups
@@ -81,8 +80,8 @@ def evaluate(config: Config, name: str) -> dict[str, float]:
         write_config(folder, config)
     except OSError as error:
         raise RunDirError(f"{folder}: cannot be written ({error.strerror})") from None
-    groups, speed = _generate(config, checkpoint, task.eval_pool, prompts, folder / "log.txt")
-    store.write(folder / "rollouts.safetensors", groups)
+    out = folder / "rollouts.safetensors"
+    groups, speed = _generate(config, checkpoint, task.eval_pool, prompts, folder / "log.txt", out)
     metrics = evaluation_metrics(groups)
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     print(rollout_summary(rollout_metrics(groups), speed))
@@ -113,8 +112,9 @@ def _generate(
     make_pool: Callable[[Generate], Pool],
     prompts: list[Prompt],
     log: Path,
+    out: Path,
 ) -> tuple[list[Group], float]:
-    """The groups, and the sampled tokens per second."""
+    """Write the groups to `out`; returns them, and the sampled tokens per second."""
     with_policy = checkpoint is not None or config.model.init == "random"
     if config.loss.teacher is not None:  # used in training only
         config = replace(config, loss=replace(config.loss, type="nll", teacher=None))
@@ -131,7 +131,8 @@ def _generate(
 
             groups = _run(pool.run(prompts, on_trajectory))
             tokens_per_s = bar.tokens_per_s
-    check_not_all_failed(groups)
+        check_not_all_failed(groups)
+        write_rollouts(out, groups)
     return groups, tokens_per_s
 
 

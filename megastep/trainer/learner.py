@@ -16,9 +16,9 @@ from megastep.policy.actor import Policy
 from megastep.samples import lay_out, make_samples
 from megastep.samples.metrics import over_mini_batches, packing_metrics
 from megastep.samples.packing import mini_batches
-from megastep.samples.validation import validate
+from megastep.samples.validation import model_limits, validate
 from megastep.trainer.rundir import Run
-from megastep.types import ExpertShape, Group, MicroBatch, Update
+from megastep.types import Group, MicroBatch, Update
 
 
 def print_warnings(config: Config) -> None:
@@ -43,14 +43,6 @@ def load_policy(run: Run, learner: "Learner") -> None:
         learner.begin()
     if not begins:
         learner.policy.load(run.checkpoint)
-
-
-def model_limits(config: Config) -> tuple[int, ExpertShape | None]:
-    """Vocabulary and, with routing replay, the shape of the routing: arguments of `validate`."""
-    arch = read_architecture(config.model.path)
-    if arch.experts is None or not config.routing_replay.enabled:
-        return arch.vocab, None
-    return arch.vocab, ExpertShape(arch.experts.count, arch.experts.top_k, arch.experts.layers)
 
 
 class Learner:

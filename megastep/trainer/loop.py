@@ -33,6 +33,7 @@ from megastep.console import (
 from megastep.errors import ConfigError, PolicyLost, RunFailed
 from megastep.report.metrics_log import MetricsLog, read_metrics
 from megastep.report.run_report import write_report
+from megastep.rollout.keeper import write_rollouts
 from megastep.rollout.pool import check_not_all_failed
 from megastep.rollout.stream import GroupStream, Interrupted, StreamState
 from megastep.rollout.task import Task
@@ -44,6 +45,7 @@ from megastep.samples.metrics import (
     sampled_tokens,
     succeeded,
 )
+from megastep.samples.routing import routing_of_groups, tables_of
 from megastep.samples.staleness import StalenessTracker
 from megastep.trainer.evaluation import Evaluation
 from megastep.trainer.learner import Learner, load_policy, print_warnings
@@ -288,13 +290,13 @@ class Loop:
         metrics |= filter_metrics(dropped, count_trajectories(groups))
         metrics |= self.staleness.metrics(kept, self.stream.staleness_limit)
         metrics |= self.cluster.metrics()
-        return kept, metrics | {"rollout/tokens_per_s": self.stream.tokens_per_s()}
+        return kept, metrics | self.stream.metrics()
 
     def keep_rollouts(self, groups: list[Group]) -> None:
         """Rollout files: all groups every `run.rollouts_every` steps, a few for the report."""
         settings = self.config.run
         if settings.rollouts_every and self.is_due(settings.rollouts_every):
-            store.write(self.rundir.rollouts(self.step), groups)
+            write_rollouts(self.rundir.rollouts(self.step), groups)
         if settings.report_prompts:
             shown = store.without_routing(groups[: settings.report_prompts])
             store.write(self.rundir.latest_rollouts, shown)
@@ -355,6 +357,9 @@ class Loop:
             synced_versions=self.staleness.synced_versions,
             evaluates=self.evaluation.is_running,
         )
+        if tables_of(routing_of_groups(state.ready)):
+            root.mkdir(parents=True, exist_ok=True)
+            state.write_ready(root, write_rollouts)
         self.cluster.policy.save(root, state)
         self.saved_step = self.step
         self.saved_at = time.monotonic()

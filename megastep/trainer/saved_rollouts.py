@@ -17,8 +17,8 @@ from megastep.rollout.task import check_teacher
 from megastep.samples import filters, store
 from megastep.samples.metrics import count_trajectories, filter_metrics, rollout_metrics
 from megastep.samples.packing import check_lengths, mini_batches
-from megastep.samples.validation import validate
-from megastep.trainer.learner import Learner, load_policy, model_limits, print_warnings
+from megastep.samples.validation import model_limits, validate
+from megastep.trainer.learner import Learner, load_policy, print_warnings
 from megastep.trainer.rundir import Run
 from megastep.types import Group
 

@@ -12,7 +12,7 @@ import pytest
 
 import megastep
 from megastep import cli
-from megastep.config import Config, load, paths, to_yaml, validate
+from megastep.config import Config, ParallelConfig, load, paths, to_yaml, validate
 from megastep.errors import ConfigError
 from tests.bad_input.harness import rejected
 from tests.fetched import shape_overrides
@@ -621,3 +621,11 @@ def test_help_is_fast_and_imports_no_torch():
     end = resource.getrusage(resource.RUSAGE_CHILDREN)  # CPU time: the machine may be busy
     assert (end.ru_utime + end.ru_stime) - (begin.ru_utime + begin.ru_stime) < 1.0
     assert "usage: megastep" in run.stdout and run.stdout.endswith("False\n")
+
+
+def test_layers_of_pipeline_stages():
+    assert ParallelConfig().stages(3) == [(0, 1, 2)]
+    assert ParallelConfig(pipeline=2).stages(4) == [(0, 1), (2, 3)]
+    assert ParallelConfig(pipeline=2, virtual=2).stages(8) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    uneven = ParallelConfig(pipeline=2, layers_per_stage=[1, 3])
+    assert uneven.stages(4) == [(0,), (1, 2, 3)]

@@ -142,25 +142,25 @@ def test_d3_two_machines_without_gpus_are_rejected(cluster):
 DYING = """
 import os, ray, time
 from megastep.errors import PolicyLost
-from megastep.policy.actor import Policy
+from megastep.policy.actor import Policy, RankPlace
 
 class Rank:
     def where(self):
         return "node", []
 
-    def call(self, method, rank):
-        if rank == 0:
+    def learn(self, mini_batches, references):
+        if len(mini_batches) == 0:
             raise RuntimeError("Connection reset by peer")
-        if rank == 1:
+        if len(mini_batches) == 1:
             time.sleep(1000)  # in a collective call
         time.sleep(1)
         os._exit(1)
 
 ray.init(log_to_driver=False)
 policy = Policy([ray.remote(Rank).options(num_cpus=0).remote() for _ in range(3)])
-policy.data_ranks = [0, 1, 2]
+policy.places = [RankPlace(rank, 0) for rank in range(3)]
 begun = time.time()
-for call in (lambda: policy.learn([0, 1, 2]), policy.check):
+for call in (lambda: policy.learn([[], [[]], [[], []]]), policy.check):
     try:
         call()
     except PolicyLost as lost:

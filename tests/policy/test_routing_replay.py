@@ -236,6 +236,20 @@ def test_all_routing_must_be_used():
         assert torch.equal(route(layer, scores)[1], scores.topk(TOP_K, dim=1).indices)
 
 
+@pytest.mark.parametrize("layout", [dict(pipeline=2), dict(pipeline=2, virtual=2), dict(tensor=2)])
+def test_x11_a_rank_replays_routing_that_it_fetched(ranks, models, layout):
+    """Bit for bit, and no stage fetches the layers of another."""
+    folder, _ = models(MODEL)
+    results = ranks(2).run(cases.logprobs_by_reference, folder=folder, layout=layout)
+    with_head = 0
+    for plain, by_reference, fetched_bytes, all_bytes in results:
+        with_head += bool(plain)
+        assert plain.keys() == by_reference.keys()
+        assert all(np.array_equal(plain[step], by_reference[step]) for step in plain)
+        assert 0 < fetched_bytes <= all_bytes / layout.get("pipeline", 1)
+    assert with_head
+
+
 def test_a_batch_without_routing_is_not_trained_on(ranks, models):
     folder, _ = models(MODEL)
     error, unchanged, _ = ranks(2).run(

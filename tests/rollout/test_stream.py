@@ -13,14 +13,22 @@ import pytest
 
 from megastep.errors import RolloutFailed
 from megastep.rollout.data import PromptStream
+from megastep.rollout.pool import Pool
 from megastep.rollout.stream import Entry, GroupStream, Interrupted
-from megastep.types import Group, Step, StopReason, Trajectory
+from megastep.types import (
+    Group,
+    RoutingTable,
+    Step,
+    StopReason,
+    StoredRouting,
+    Trajectory,
+)
 
 BATCH = 4
 SAMPLES = 3
 
 
-class Episodes:
+class Episodes(Pool):
     """A pool whose episodes take `seconds` each, or never end (None); records start and end."""
 
     samples_per_prompt = SAMPLES
@@ -361,4 +369,80 @@ def test_tokens_per_s_counts_the_time_of_running_episodes():
     with make(episodes, steps=2) as stream:
         stream.take(0)
         time.sleep(0.6)
-        assert BATCH * SAMPLES * 2 / 0.5 < stream.tokens_per_s() < BATCH * SAMPLES * 2 / 0.19
+        speed = stream.metrics()["rollout/tokens_per_s"]
+        assert BATCH * SAMPLES * 2 / 0.5 < speed < BATCH * SAMPLES * 2 / 0.19
+
+
+# ---------------------------------------------------------------- stored routing
+
+
+class Stored(Episodes):
+    """Every group has 100 bytes of routing in the object store."""
+
+    def __init__(self, groups: float, seconds=lambda id, index: 0.0):
+        super().__init__(seconds)
+        self.routing_limit_bytes = 100 * groups
+        self.forgotten: list[int] = []
+
+    async def close_group(self, prompt, trajectories):
+        table = RoutingTable(np.array([0, 50]), [(0,)], top_k=2, dtype=np.dtype(np.uint8))
+        trajectories[0].steps[0].routing = StoredRouting(table, np.arange(3, dtype=np.int32))
+        return Group(prompt.id, trajectories)
+
+    def forget_group(self, prompt):
+        self.forgotten.append(prompt.id)
+
+
+def settled(stream: GroupStream) -> int:
+    """The number of outstanding groups, once all of them are complete."""
+    while stream.state().unfinished:
+        time.sleep(0.005)
+    return len(stream.state().ready)
+
+
+def test_prompts_are_held_back_while_routing_fills_its_share():
+    """Three batches ahead are allowed, but a batch that is trained on and one more fill the
+    share."""
+    with make(Stored(2 * BATCH), steps=9, ahead=3) as stream:
+        stream.take(0)
+        assert settled(stream) == 3 * BATCH  # nothing was known about the size of a group
+        stream.metrics()
+        counts = []
+        for step in range(1, 6):
+            stream.take(step)
+            counts.append(settled(stream))
+        assert counts == [2 * BATCH, BATCH, BATCH, BATCH, BATCH]
+        assert stream.metrics() | {"rollout/tokens_per_s": 0.0} == {
+            "rollout/tokens_per_s": 0.0,
+            "worker/routing_gb": 2 * BATCH * 100 / 1e9,
+            "worker/prompts_held_back": 2 * BATCH,
+        }
+        assert stream.metrics()["worker/prompts_held_back"] == 0
+
+
+@pytest.mark.parametrize("groups", [0, 0.5, BATCH - 1])
+def test_a_share_that_is_too_small_for_a_batch_does_not_block(groups):
+    with make(Stored(groups), steps=4, ahead=2) as stream:
+        taken = [id for step in range(4) for id in ids(stream.take(step))]
+        assert sorted(taken) == list(range(4 * BATCH))
+        assert len(ids(stream.take(3, 3))) == 3  # dynamic sampling asks for more
+
+
+def test_a_group_that_is_cancelled_is_forgotten():
+    episodes = Stored(100, lambda id, index: None if id == 1 else 0.0)
+    with make(episodes, steps=4, ahead=1, on_stale="drop") as stream:
+        stream.take(0)
+        stream.take(1)
+        assert 1 in stream.state().unfinished and not episodes.forgotten
+        assert 1 not in ids(stream.take(2))
+        assert episodes.forgotten == [1]
+    assert len(stream.pool.running) == 0
+
+
+def test_an_error_of_closing_a_group_ends_the_next_take():
+    class Broken(Stored):
+        async def close_group(self, prompt, trajectories):
+            raise RolloutFailed("the routing was lost 3 times")
+
+    with make(Broken(1), steps=4) as stream, pytest.raises(RolloutFailed, match="lost 3 times"):
+        stream.take(0)

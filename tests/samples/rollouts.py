@@ -6,8 +6,9 @@ from zlib import crc32
 import numpy as np
 from hypothesis import strategies as st
 
+from megastep.samples.routing import Layout, store_rows
 from megastep.samples.validation import validate
-from megastep.types import Group, Sample, Step, Trajectory, Trie
+from megastep.types import Group, Sample, Step, StoredRouting, Trajectory, Trie
 
 LAYERS, TOP_K = 2, 2
 EOS = 9
@@ -56,6 +57,37 @@ def samples_of(*groups: Group) -> list[Sample]:
                 weight = 1 + s.index / 8 + t.index / 64
                 samples.append(Sample(s, g.id, t.index, advantage, weight))
     return samples
+
+
+# ---------------------------------------------------------------- routing by reference
+
+
+def by_reference(group: Group, layout: Layout, references: dict) -> Group:
+    """The group with its routing by reference; `references` gets the objects, by their names."""
+    made = store_rows(group.trajectories, layout)
+    if made is None:
+        return group
+    for stage in range(len(layout.stages)):
+        made.table.references[stage] = f"{group.id}/{stage}"
+        references[f"{group.id}/{stage}"] = {}
+    for (stage, part), array in made.objects:
+        name = f"{group.id}/{stage}/{part}"
+        references[name] = array
+        references[f"{group.id}/{stage}"][part] = name
+    trajectories = []
+    for t, trajectory in enumerate(group.trajectories):
+        steps = []
+        for s, old in enumerate(trajectory.steps):
+            rows = made.rows.get((t, s))
+            routing = None if rows is None else StoredRouting(made.table, rows)
+            steps.append(old.replaced(routing=routing))
+        trajectories.append(Trajectory(group.id, trajectory.index, steps))
+    return Group(group.id, trajectories)
+
+
+def resolver(references: dict):
+    """The function that `fetch` needs."""
+    return lambda names: [references[name] for name in names]
 
 
 # ---------------------------------------------------------------- random rollouts

@@ -105,7 +105,7 @@ def test_a_file_of_version_2_with_whole_prompts_is_read(tmp_path_factory, batch)
         monkeypatch.setattr(store, "VERSION", 2)
         monkeypatch.setattr(store, "_prompts", whole_prompts)
         columns = store._columns
-        monkeypatch.setattr(store, "_columns", lambda groups: without_shared(columns(groups)))
+        monkeypatch.setattr(store, "_columns", lambda *given: without_shared(columns(*given)))
         write(path, batch)
     with safe_open(path, framework="np") as file:
         assert store.PROMPT_SHARED not in file.keys() and file.metadata()["version"] == "2"

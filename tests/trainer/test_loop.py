@@ -18,7 +18,7 @@ from megastep.trainer import loop as loop_module
 from megastep.trainer.loop import Loop
 from megastep.trainer.rundir import Run
 from megastep.types import FAILED, FinishReason, Group
-from tests.rollout.test_stream import Episodes
+from tests.rollout.test_stream import Episodes, Stored, settled
 from tests.runs import LOCAL
 from tests.trainer.test_rundir import checkpoint
 
@@ -167,6 +167,30 @@ def test_x6_a_background_checkpoint_is_published_during_a_rollout(
     with loop.stream:
         loop.collect()
     assert ("seal_written" in loop.cluster.policy.calls) == in_background
+
+
+class StoredOnce(Stored, Versioned):
+    """Groups whose routing is elsewhere."""
+
+
+def test_x6_stored_routing_of_ready_groups_is_written_before_the_ranks_save(tmp_path, monkeypatch):
+    written = {}
+
+    def write(path, groups):
+        written[path] = [group.id for group in groups]
+
+    monkeypatch.setattr(loop_module, "write_rollouts", write)
+    loop = make_loop(tmp_path, StoredOnce(100), "async.max_staleness=1")
+    saved = []
+    loop.cluster.policy.save = lambda root, state: saved.append(state)
+    loop.step = 1
+    with loop.stream:
+        loop.collect()
+        settled(loop.stream)
+        loop.save(tmp_path / "checkpoints")
+    (state,) = saved
+    assert state.ready == [] and written == {state.ready_file: [4, 5, 6, 7]}
+    assert state.ready_file == tmp_path / "checkpoints" / "ready_1.partial"
 
 
 # ---------------------------------------------------------------- filters
