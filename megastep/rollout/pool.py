@@ -29,6 +29,7 @@ class Pool(ABC):
     samples_per_prompt: int
     concurrency: int  # episodes at a time
     label: str  # distinguishes the engine sessions of different pools
+    keeps_routing: bool  # False: trajectories have none
     # Of the stored routing of outstanding groups; beyond it no prompt starts ahead of training.
     routing_limit_bytes: float = math.inf
 

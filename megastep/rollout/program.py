@@ -47,6 +47,7 @@ from megastep.rollout.generation import Session
 from megastep.rollout.pool import Pool
 from megastep.rollout.recording import Model, Recording
 from megastep.rollout.watch import warn
+from megastep.samples.routing import drop_routing
 from megastep.text import describe, one_line, shorten
 from megastep.types import FAILED, FinishReason, StopReason, Trajectory
 
@@ -199,6 +200,7 @@ class ProgramPool(Pool):
     samples_per_prompt: int
     concurrency: int
     label: str = "rollout"
+    keeps_routing: bool = True
 
     async def run_episode(self, prompt: Prompt, index: int) -> Trajectory:
         session = Session(f"{self.label}/{prompt.id}", index)
@@ -208,7 +210,7 @@ class ProgramPool(Pool):
             end = await self._run(prompt.row, llm, recording)
         trajectory = _trajectory(recording, end)
         trajectory.env_metrics = redaction.hidden(trajectory.env_metrics)
-        return trajectory
+        return trajectory if self.keeps_routing else drop_routing(trajectory)
 
     async def _run(self, task: dict[str, Any], llm: LLM, recording: Recording) -> _End:
         """A failing program ends its own trajectory only."""

@@ -132,6 +132,7 @@ class Task:
         )
         # Training and evaluation prompts are both numbered from 0: the label separates their seeds.
         seed = f"{label}/{config.train.seed}"
+        keeps_routing = label == "train"
         if self.program is not None:
             return ProgramPool(
                 answering(config, self.renderer, generate, limits, sampling, seed),
@@ -141,6 +142,7 @@ class Task:
                 settings.samples_per_prompt,
                 rollout.concurrency,
                 label,
+                keeps_routing=keeps_routing,
             )
         agent = Agent(generate, self.renderer, limits, sampling, seed=seed)
         return LocalPool(
@@ -150,7 +152,7 @@ class Task:
             rollout.concurrency,
             config.env.options,
             label,
-            keeps_routing=label == "train",
+            keeps_routing=keeps_routing,
         )
 
 

@@ -30,7 +30,7 @@ from megastep.console import (
     run_summary,
     supervised_progress,
 )
-from megastep.errors import ConfigError, PolicyLost, RunFailed
+from megastep.errors import ConfigError, RunFailed, RunLost
 from megastep.report.metrics_log import MetricsLog, read_metrics
 from megastep.report.run_report import write_report
 from megastep.rollout.keeper import write_rollouts
@@ -92,7 +92,8 @@ def run_to_the_end(
     log: MetricsLog,
     demonstrations: list[Group],
 ) -> None:
-    """Run the loop. When ranks are lost, new ones continue, as a resumed process would.
+    """Run the loop. When ranks or recorded routing are lost, new ranks continue, as a resumed
+    process would.
 
     What happened since the newest checkpoint is undone: running episodes are cancelled, groups and
     rows of metrics dropped, engines get the checkpoint's weights. Its prompts are generated again.
@@ -104,7 +105,7 @@ def run_to_the_end(
                 cluster.restart_policy()
             loop = Loop(config, task, cluster, run, log)
             return loop.run([] if run.checkpoint else demonstrations)
-        except PolicyLost as lost:
+        except RunLost as lost:
             newest = run.at_newest(config)
             restarts.use(lost, is_newer=newest.state.step > run.state.step)
             run = newest
@@ -119,12 +120,12 @@ class Restarts:
         self.limit = limit
         self.used = 0
 
-    def use(self, lost: PolicyLost, is_newer: bool) -> None:
+    def use(self, lost: RunLost, is_newer: bool) -> None:
         """Raises if none is left. is_newer: a checkpoint was saved since the last restart."""
         if is_newer:
             self.used = 0
         if self.used == self.limit:
-            raise PolicyLost(f"{lost}; {self}") from None
+            raise type(lost)(f"{lost}; {self}") from None
         self.used += 1
 
     def __str__(self) -> str:
@@ -179,7 +180,7 @@ class Loop:
                     while self.step < self.config.train.steps and not self.stops:
                         self.advance()
                     self.finish()
-                except PolicyLost as lost:
+                except RunLost as lost:
                     if not self.stops:
                         raise
                     raise signals.Stopped(f"stopped in step {self.step}; {lost}") from None

@@ -333,7 +333,7 @@ def test_x18_routing_outlives_its_worker_and_runs_again_when_its_keeper_dies(mak
     (table,) = tables_of(routing_of_groups(groups[:1]))
     with pytest.raises(RoutingLost, match="recorded routing is lost"):
         get_routing([table.references[0]])
-    with pytest.raises(RoutingLost, match="start the run again"):
+    with pytest.raises(RoutingLost, match="the process that kept it, ended"):
         write_rollouts(tmp_path / "file", groups)
     write_rollouts(tmp_path / "file", groups[1:])
     local, _, _ = make(0, routing=hashed_routing)
