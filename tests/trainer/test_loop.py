@@ -8,7 +8,7 @@ import pytest
 from megastep.checkpoint.loop_state import LoopState
 from megastep.config import CheckpointConfig, load
 from megastep.console import LiveLine
-from megastep.errors import PolicyLost, RunFailed
+from megastep.errors import PolicyLost, RoutingLost, RunFailed
 from megastep.report.metrics_log import MetricsLog, read_metrics
 from megastep.rollout import stream
 from megastep.rollout.data import Prompt, PromptStream
@@ -435,6 +435,8 @@ def evaluated(groups: list, loop, begun: list):
 class Attempts:
     """Loops that end as scripted: they save these steps, then ranks are lost, or the run ends."""
 
+    loss: Exception = PolicyLost("policy rank 1 died")
+
     def __init__(self, *scripts: list[int], folder):
         self.scripts = list(scripts)
         self.folder = folder
@@ -452,7 +454,7 @@ class Attempts:
             checkpoint(self.folder / "checkpoints", step)
         log.write(99, {"attempt": len(self.begun)})
         if self.scripts:
-            raise PolicyLost("policy rank 1 died")
+            raise self.loss
 
     def restart_policy(self) -> None:
         self.restarts += 1
@@ -484,6 +486,12 @@ def test_x18_lost_ranks_are_replaced_and_rows_after_the_checkpoint_dropped(
         "policy rank 1 died; new ranks continue after step 3 (1 of train.restarts = 2 since the "
         "newest checkpoint)",
     ]
+
+
+def test_x18_the_loss_of_recorded_routing_is_one_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(Attempts, "loss", RoutingLost("its node ended"))
+    attempts = train_with(tmp_path, monkeypatch, 1, [3], [])
+    assert attempts.begun == [0, 3] and attempts.restarts == 1
 
 
 @pytest.mark.parametrize("restarts", [0, 1, 2])
