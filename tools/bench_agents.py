@@ -9,13 +9,18 @@
 What is left is the cost of the project itself: rendering, tokenization, bookkeeping of routing and
 event loop. Seconds are CPU seconds of the process, all its threads, the best of `--rounds`.
 
-    driver       LocalPool and Agent in one process
+    alone        LocalPool and Agent in this process
     forgetful    the same, with an encoder that keeps nothing; for chat_32k_50 only
+    1 worker     an agent worker and the keeper of its routing, both Ray actors; this process, the
+    2 workers    driver, makes one call per episode and one per group
 
     python tools/bench_agents.py [--modes chat] [--prompts 8] [--turns 8 50] [--rounds 1]
 
-The last line is JSON: {SETUP: {CASE: {"calls_per_cpu_s", "cpu_ms_per_call"}},
-"speedup_chat_32k_50"}, with cases such as chat_32k_50; the speedup is driver over forgetful.
+The last line is JSON: {"driver_ms_per_episode_8", "worker_calls_per_cpu_s": {CASE: ...},
+"speedup_chat_32k_50", "setups": {SETUP: {CASE: {"calls_per_cpu_s", "cpu_ms_per_call"}}}}, with
+cases such as chat_32k_50. The first is the driver's CPU time per episode of 8 turns, the largest of
+all cases with workers; calls per CPU second are those of one worker with its keeper; the speedup is
+alone over forgetful.
 """
 
 import os
@@ -28,27 +33,35 @@ import argparse
 import asyncio
 import json
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, product, starmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
+from megastep.config import Config
 from megastep.rollout.agent import Agent, Limits
 from megastep.rollout.data import Prompt
 from megastep.rollout.encoding import Encoder
 from megastep.rollout.env import Env, Outcome
 from megastep.rollout.generation import Generation, Sampling
-from megastep.rollout.pool import LocalPool
+from megastep.rollout.keeper import RoutingKeeper
+from megastep.rollout.pool import LocalPool, Pool
 from megastep.rollout.renderer import Renderer
-from megastep.types import FinishReason, StopReason
+from megastep.rollout.worker import AgentWorker
+from megastep.rollout.workers import Workers
+from megastep.types import FinishReason, Group, StopReason
 
 MODES = ("tokens", "chat")
 PROMPT_KTOKENS = (1, 8, 32)
@@ -60,6 +73,7 @@ TOP_K = 8
 EXPERTS = 128
 SAMPLES_PER_PROMPT = 8
 CONCURRENCY = 64
+LABEL = "train"  # the pool's
 MIN_CALLS = 400  # per round
 VOCAB = 32_768
 TRAINING_WORDS = 500_000
@@ -95,7 +109,8 @@ class Case:
 @dataclass(frozen=True)
 class Measured:
     calls: int
-    cpu_s: float
+    cpu_s: float  # of the processes that run the agents
+    driver_ms: float = 0.0  # per episode, of this process if others run the agents
 
     @property
     def calls_per_cpu_s(self) -> float:
@@ -215,49 +230,141 @@ class Talk(Env):
 # ---------------------------------------------------------------- measuring
 
 
-def driver(case: Case, texts: Texts, renderer: Renderer) -> Measured:
-    """All episodes of a case in this process."""
+def make_pool(case: Case, texts: Texts, renderer: Renderer) -> LocalPool:
     # Tokens of the template and of words that are cut are some more.
     most_tokens = 1200 * case.prompt_ktokens + 700 * case.turns
     engine = Engine(texts.responses, most_tokens)
     limits = Limits(case.turns, most_tokens, RESPONSE_TOKENS + 1, env_timeout_s=600.0)
     agent = Agent(engine, renderer, limits, Sampling(RESPONSE_TOKENS))
     options = {"texts": texts, "turns": count()}
-    pool = LocalPool(agent, Talk, SAMPLES_PER_PROMPT, CONCURRENCY, options)
-    prompts = [Prompt(i, {"prompt": i}) for i in range(case.prompts)]
-    trajectories = []
+    return LocalPool(agent, Talk, SAMPLES_PER_PROMPT, CONCURRENCY, options, LABEL)
 
-    async def run() -> None:
-        await pool.run(prompts, trajectories.append)
+
+def run_all(case: Case, pool: Pool) -> float:
+    """All episodes of a case; returns the CPU seconds of this process."""
+    prompts = [Prompt(i, {"prompt": i}) for i in range(case.prompts)]
+    groups: list[Group] = []
+
+    async def run() -> None:  # asyncio.run formats what it returns
+        groups.extend(await pool.run(prompts))
 
     begin_s = time.process_time()
     asyncio.run(run())
     cpu_s = time.process_time() - begin_s
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     for trajectory in trajectories:
         assert trajectory.stop_reason == StopReason.MAX_TURNS, trajectory.env_metrics
-    calls = sum(len(trajectory.steps) for trajectory in trajectories)
-    assert calls == case.calls
-    return Measured(calls, cpu_s)
+        assert all(step.routing is not None for step in trajectory.steps)
+    assert sum(len(trajectory.steps) for trajectory in trajectories) == case.calls
+    return cpu_s
 
 
-def forgetful(case: Case, texts: Texts, renderer: Renderer) -> Measured:
+def alone(case: Case, corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> Measured:
+    renderer = Renderer(tokenizer, case.mode)  # a new one: it has encoded nothing
+    pool = make_pool(case, Texts.make(case, corpus, tokenizer), renderer)
+    return Measured(case.calls, run_all(case, pool))
+
+
+def forgetful(case: Case, corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> Measured:
+    renderer = Renderer(tokenizer, case.mode)
     renderer.encoder = Encoder(renderer.tokenizer, cache_bytes=0)
-    return driver(case, texts, renderer)
+    pool = make_pool(case, Texts.make(case, corpus, tokenizer), renderer)
+    return Measured(case.calls, run_all(case, pool))
 
 
-SETUPS: dict[str, Callable[[Case, Texts, Renderer], Measured]] = {
-    "driver": driver,
+# ---------------------------------------------------------------- agent workers
+
+
+class BenchWorker(AgentWorker):
+    """An agent worker whose pool has the engine that answers at once."""
+
+    async def prepare(self, case: Case, seed: int, tokenizer: PreTrainedTokenizerFast) -> None:
+        texts = Texts.make(case, Corpus(seed), tokenizer)
+        self.pools[LABEL] = make_pool(case, texts, Renderer(tokenizer, case.mode))
+
+    async def cpu_s(self) -> float:
+        return time.process_time()
+
+
+class BenchKeeper(RoutingKeeper):
+    def cpu_s(self) -> float:
+        return time.process_time()
+
+
+class NoFleet:
+    """The engines are in the workers."""
+
+    def listen(self, listener: Callable) -> None:
+        pass
+
+    def submit(self, coroutine: Coroutine) -> None:
+        coroutine.close()
+
+
+def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Config:
+    """A model folder with the tokenizer and the shape of the routing; no weights are needed."""
+    shape = json.loads((ROOT / "configs/models/tiny-qwen3-moe/config.json").read_text())
+    shape |= {
+        "num_hidden_layers": LAYERS,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 1 << 17,
+    }
+    (folder / "config.json").write_text(json.dumps(shape))
+    tokenizer.save_pretrained(folder)
+    config = Config()
+    config.model.path = str(folder)
+    config.env.name = "arithmetic"  # its pools are replaced
+    return config
+
+
+def in_workers(
+    number: int, case: Case, corpus: Corpus, tokenizer: PreTrainedTokenizerFast
+) -> Measured:
+    with tempfile.TemporaryDirectory() as folder:
+        config = write_model(Path(folder), tokenizer)
+        actor = ray.remote(BenchWorker).options(num_cpus=0, max_concurrency=2 * CONCURRENCY)
+        keepers = []
+
+        def spawn_keeper(_node: str):
+            keepers.append(ray.remote(BenchKeeper).options(num_cpus=0).remote(config))
+            return keepers[-1]
+
+        workers = Workers(
+            lambda index: actor.remote(config, index, folder, sys.path, {}, None),
+            number,
+            NoFleet(),  # type: ignore[arg-type]
+            spawn_keeper,
+        )
+        workers.start()
+        actors = [slot.handle for slot in workers.slots]
+        ray.get([a.prepare.remote(case, seed, tokenizer) for seed, a in enumerate(actors)])
+        pool = workers.pool(make_pool(case, Texts([], [], []), Renderer(tokenizer, case.mode)))
+
+        def cpu_s() -> float:
+            return sum(ray.get([a.cpu_s.remote() for a in (*actors, *keepers)]))
+
+        before_s = cpu_s()
+        driver_s = run_all(case, pool)
+        agents_s = cpu_s() - before_s
+        workers.close()
+    episodes = case.prompts * SAMPLES_PER_PROMPT
+    return Measured(case.calls, agents_s, 1000 * driver_s / episodes)
+
+
+Setup = Callable[[Case, Corpus, PreTrainedTokenizerFast], Measured]
+SETUPS: dict[str, Setup] = {
+    "alone": alone,
     "forgetful": forgetful,
+    "1 worker": partial(in_workers, 1),
+    "2 workers": partial(in_workers, 2),
 }
 COMPARED = Case("chat", 32, 50)
 
 
 def best(setup: str, case: Case, rounds: int, corpus: Corpus, tokenizer) -> Measured:
-    found = []
-    for _ in range(rounds):
-        renderer = Renderer(tokenizer, case.mode)  # a new one: it has encoded nothing
-        texts = Texts.make(case, corpus, tokenizer)
-        found.append(SETUPS[setup](case, texts, renderer))
+    found = [SETUPS[setup](case, corpus, tokenizer) for _ in range(rounds)]
     return min(found, key=lambda measured: measured.cpu_s)
 
 
@@ -265,7 +372,10 @@ Results = dict[str, dict[str, Measured]]  # by setup and case
 
 
 def measure(cases: list[Case], rounds: int, corpus: Corpus, tokenizer) -> Results:
-    print(f"\n{'case':16}{'setup':12}{'calls':>8}{'calls / CPU s':>16}{'CPU ms / call':>16}")
+    print(
+        f"\n{'case':16}{'setup':12}{'calls':>8}{'calls / CPU s':>16}{'CPU ms / call':>16}"
+        f"{'driver, ms / episode':>24}"
+    )
     results: Results = {setup: {} for setup in SETUPS}
     for case, setup in product(cases, SETUPS):
         if setup == "forgetful" and case != COMPARED:
@@ -274,28 +384,40 @@ def measure(cases: list[Case], rounds: int, corpus: Corpus, tokenizer) -> Result
         results[setup][case.name] = measured
         print(
             f"{case.name:16}{setup:12}{measured.calls:8}{measured.calls_per_cpu_s:16.1f}"
-            f"{measured.cpu_ms_per_call:16.3f}",
+            f"{measured.cpu_ms_per_call:16.3f}{measured.driver_ms or float('nan'):24.3f}",
             flush=True,
         )
     return results
 
 
 def summary(results: Results) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for setup, cases in results.items():
-        found[setup] = {
+    setups = {
+        setup: {
             name: {
                 "calls_per_cpu_s": round(measured.calls_per_cpu_s, 1),
                 "cpu_ms_per_call": round(measured.cpu_ms_per_call, 3),
             }
             for name, measured in cases.items()
         }
+        for setup, cases in results.items()
+    }
+    driver_ms = [
+        measured.driver_ms
+        for setup in ("1 worker", "2 workers")
+        for name, measured in results[setup].items()
+        if name.endswith("_8")
+    ]
+    by_worker = results["1 worker"].items()
+    found: dict[str, Any] = {
+        "driver_ms_per_episode_8": round(max(driver_ms), 3) if driver_ms else None,
+        "worker_calls_per_cpu_s": {name: round(m.calls_per_cpu_s, 1) for name, m in by_worker},
+    }
     name = COMPARED.name
     if name in results["forgetful"]:
         before = results["forgetful"][name].cpu_ms_per_call
-        speedup = before / results["driver"][name].cpu_ms_per_call
+        speedup = before / results["alone"][name].cpu_ms_per_call
         found[f"speedup_{name}"] = round(speedup, 1)
-    return found
+    return found | {"setups": setups}
 
 
 def main() -> int:
@@ -313,7 +435,11 @@ def main() -> int:
     seconds = time.perf_counter() - begin_s
     print(f"tokenizer: {len(tokenizer)} tokens, trained in {seconds:.1f} s", flush=True)
     cases = list(starmap(Case, product(arguments.modes, arguments.prompts, arguments.turns)))
-    results = measure(cases, arguments.rounds, corpus, tokenizer)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        results = measure(cases, arguments.rounds, corpus, tokenizer)
+    finally:
+        ray.shutdown()
     print(json.dumps(summary(results)))
     return 0
 
