@@ -66,3 +66,21 @@ def test_one_module_reads_megatrons_parallel_state():
     for path, _, tree in modules():
         if path.as_posix() != f"megastep/{MEGATRON_STATE_READER}":
             assert not any("parallel_state" in n for n in imported(tree)), path
+
+
+def test_vllms_processes_import_no_megatron():
+    """They import the receiver; Megatron would take seconds and needs preparation on a CPU."""
+    trees = {path: tree for path, _, tree in modules()}
+    pending = [Path("megastep/sync/receiver.py")]
+    seen = set()
+    while pending:
+        path = pending.pop()
+        if path in seen or path not in trees:
+            continue
+        seen.add(path)
+        names = imported(trees[path])
+        assert not any(name.split(".")[0] == "megatron" for name in names), path
+        for name in names:
+            module = Path(*name.split("."))
+            pending += [module.with_suffix(".py"), module / "__init__.py"]
+    assert Path("megastep/sync/nccl.py") in seen

@@ -15,11 +15,11 @@ NCCL waits forever for a member that died. Rank 0 learns of the death from Ray, 
 by the deadline: it sets a key in the group's store. All members poll the key, and abort their
 communicators. An aborted communicator completes what its streams wait for, and ignores later calls.
 
-Written against vLLM 0.30: PyNcclCommunicator, StatelessProcessGroup and its store. Tested with fake
-communicators, not run on a GPU yet.
+vLLM's processes import this module, so it imports no Megatron. Written against vLLM 0.30:
+PyNcclCommunicator, StatelessProcessGroup and its store. Tested with fake communicators, not run on
+a GPU yet.
 """
 
-import itertools
 import socket
 import threading
 from collections.abc import Iterator
@@ -32,8 +32,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastep.models.architecture import Architecture
-from megastep.sync.shares import Share
 from megastep.weights.mapping import HFSlice
 
 _KEY = "megastep/aborted"
@@ -170,35 +168,11 @@ class Bucket:
         return next(((start, end) for holder, start, end in self.spans if holder == rank), (0, 0))
 
     def chunk_bytes(self, workers: int) -> int:
-        return _padded(-(-self.nbytes // workers))
+        return padded(-(-self.nbytes // workers))
 
 
-def lay_out(shares: list[Share], arch: Architecture) -> Bucket:
-    """The shares of a bucket in rank order."""
-    parts = []
-    spans = []
-    end = 0
-    ordered = sorted(shares, key=_rank)
-    for rank, of_rank in itertools.groupby(ordered, key=_rank):
-        start = end
-        for share in of_rank:
-            shapes = dict(share.mapping.hf)
-            for part in share.slices(arch):
-                tensor = part.tensor
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                shape = list(shapes[part.name])
-                parts.append([part.name, dtype, shape, list(tensor.shape), list(part.offset), end])
-                end += _padded(tensor.nbytes)
-        if start < end:  # a shard may be vocabulary padding alone
-            spans.append([rank, start, end])
-    return Bucket(parts, spans)
-
-
-def _rank(share: Share) -> int:
-    return share.holder.rank
-
-
-def _padded(nbytes: int) -> int:
+def padded(nbytes: int) -> int:
+    """The bytes of a part in a bucket."""
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
@@ -208,7 +182,7 @@ def pack(tensors: list[Tensor], nbytes: int, device: torch.device) -> Tensor:
     start = 0
     for tensor in tensors:
         message[start:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        start += _padded(tensor.nbytes)
+        start += padded(tensor.nbytes)
     return message
 
 

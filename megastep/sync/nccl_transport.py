@@ -9,6 +9,7 @@ bytes leave through one network adapter. `sharded_rdt` pulls shards, but needs N
 `sparse_nccl` is for differences. With a communicator per sender, NCCL allows one of them at a time.
 """
 
+import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -39,7 +40,7 @@ class NcclTransport:
         self.local = local_shards(chunks, arch)
         holders = find_holders(self.local)
         divided = divide(arch, holders, config.sync.bucket_mb << 20)
-        self.buckets = [nccl.lay_out(shares, arch) for shares in divided]
+        self.buckets = [lay_out(shares, arch) for shares in divided]
         rank = self.place.rank
         self.own = [[s for s in shares if s.holder.rank == rank] for shares in divided]
         self._connect(engines)
@@ -148,3 +149,28 @@ class NcclTransport:
     def close(self) -> None:
         """Workers leave when they join the next group."""
         self.group.leave()
+
+
+def lay_out(shares: list[Share], arch: Architecture) -> nccl.Bucket:
+    """The shares of a bucket in rank order."""
+    parts = []
+    spans = []
+    end = 0
+    ordered = sorted(shares, key=_rank)
+    for rank, of_rank in itertools.groupby(ordered, key=_rank):
+        start = end
+        for share in of_rank:
+            shapes = dict(share.mapping.hf)
+            for part in share.slices(arch):
+                tensor = part.tensor
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                shape = list(shapes[part.name])
+                parts.append([part.name, dtype, shape, list(tensor.shape), list(part.offset), end])
+                end += nccl.padded(tensor.nbytes)
+        if start < end:  # a shard may be vocabulary padding alone
+            spans.append([rank, start, end])
+    return nccl.Bucket(parts, spans)
+
+
+def _rank(share: Share) -> int:
+    return share.holder.rank

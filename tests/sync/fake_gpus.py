@@ -5,6 +5,7 @@ and so are Megatron, the ranks, and our side of both. Engines are threads of ran
 functions of Ray that a weight sync calls. NCCL's messages go through the store.
 """
 
+import inspect
 import threading
 import time
 from collections import Counter
@@ -224,13 +225,15 @@ class Communicator:
             else:
                 self._until(f"{key}/arrived")
 
-    def all_gather(self, output: torch.Tensor, own: torch.Tensor, stream=None) -> None:
+    def all_gather(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, stream=None
+    ) -> None:
         if self.disabled:
             return
         self._messages["gathers"] += 1
         number = self._messages["gathers"]
-        self._put(f"gather/{number}/{self.rank}", own.numpy().tobytes())
-        for member, chunk in enumerate(output.split(len(own))):
+        self._put(f"gather/{number}/{self.rank}", input_tensor.numpy().tobytes())
+        for member, chunk in enumerate(output_tensor.split(len(input_tensor))):
             if member != self.rank:
                 self._take(f"gather/{number}/{member}", chunk)
 
@@ -307,6 +310,19 @@ def nccl_worker(received: dict[str, torch.Tensor]) -> Any:
             return [super().received_checksums()]
 
     return Worker()
+
+
+def differing_signatures() -> list[str]:
+    """Methods of the fake whose parameters are not those of vLLM's class."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    methods = ("__init__", "send", "recv", "all_gather", "group_start", "group_end", "destroy")
+
+    def parameters(owner: type, method: str) -> list[tuple]:
+        found = inspect.signature(getattr(owner, method)).parameters.values()
+        return [(parameter.name, parameter.default) for parameter in found]
+
+    return [m for m in methods if parameters(Communicator, m) != parameters(PyNcclCommunicator, m)]
 
 
 def load_twice() -> str:

@@ -5,7 +5,7 @@ import pytest
 from megastep.models.architecture import read_architecture
 from megastep.plan.model_states import model_states
 from megastep.plan.weight_sync import planned_holders
-from megastep.sync import nccl
+from megastep.sync.nccl_transport import lay_out
 from megastep.sync.shares import divide
 from tests.sync import counted
 
@@ -49,7 +49,7 @@ def test_d3_vocabulary_padding_is_not_sent(models):
     arch = read_architecture(folder)
     assert arch.padded_vocab == 128
     holders = planned_holders(config, arch, model_states(config, arch))
-    buckets = [nccl.lay_out(shares, arch) for shares in divide(arch, holders, bucket_bytes=1)]
+    buckets = [lay_out(shares, arch) for shares in divide(arch, holders, bucket_bytes=1)]
     embedding = buckets[0]  # each parameter is one
     assert [part[0] for part in embedding.parts] == ["model.embed_tokens.weight"]
     assert embedding.spans == [[0, 0, 60 * arch.hidden * 4]]

@@ -62,6 +62,10 @@ def test_d3_ranks_of_ipc_gather_as_many_bytes_as_planned(two_ranks, models):
         assert [rank["gathered"]["sent"] for rank in found] == plan.sent
 
 
+def test_d3_the_fake_of_nccl_has_vllms_signatures(two_ranks):
+    assert two_ranks.run(fake_gpus.differing_signatures) == [[], []]
+
+
 def test_d3_a_tensor_received_twice_is_an_error(two_ranks):
     """vLLM counts elements: a layer could be complete without some of its experts."""
     assert two_ranks.run(fake_gpus.load_twice) == ["model.norm.weight was received twice"] * 2
