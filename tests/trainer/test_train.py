@@ -189,8 +189,8 @@ def killed(quick, tmp_path_factory):
     try:
         checkpoints = folder / "killed" / "checkpoints"
         wait_for(lambda: (checkpoints / "step_1").exists() or victim.poll() is not None, 300)
-        kill_rank(victim, ".call", after_rollout_of=folder / "killed")
-        kill_rank(victim, ".start")
+        kill_rank(victim, r"\.\w+", after_rollout_of=folder / "killed")
+        kill_rank(victim, r"\.start")
         wait_for(lambda: (checkpoints / "step_3").exists() or victim.poll() is not None, 300)
         family = descendants(victim.pid)
         step = kill_in_mid_save(victim, pids(family, "ray::PolicyRank"), checkpoints)
@@ -201,7 +201,7 @@ def killed(quick, tmp_path_factory):
         is_saved = (checkpoints / f"step_{step}").exists
         wait_for(lambda: is_saved() or resumed.poll() is not None, 300)
         kill_rank(resumed, "")
-        kill_rank(resumed, ".sync_weights")
+        kill_rank(resumed, r"\.sync_weights")
         output, errors = resumed.communicate(timeout=300)
         assert resumed.returncode == 0, errors[-3000:]
         assert f"continues after step {step - 1}\n" in output
@@ -214,16 +214,16 @@ def killed(quick, tmp_path_factory):
 
 
 def kill_rank(process, call: str, after_rollout_of=None) -> None:
-    """kill -9 of one of two ranks when both are in this call, or in none; the call after a rollout
-    is an update."""
+    """kill -9 of one of two ranks when both are in this call, a pattern, or in none; the call after
+    a rollout is an update."""
 
     def ranks() -> list[int]:
         """Pids, if both are in the call: Ray names processes after their calls."""
         lines = [line.split() for line in alive(descendants(process.pid))]
         found = {int(line[0]): line[1] for line in lines if "ray::PolicyRank" in line[-1]}
         first = sorted(found)[:2]  # they fork others, of higher pids
-        is_time = [found[pid] for pid in first] == [f"ray::PolicyRank{call}"] * 2
-        return first if is_time else []
+        calls = [re.fullmatch(f"ray::PolicyRank{call}", found[pid]) for pid in first]
+        return first if len(calls) == 2 and all(calls) else []
 
     if after_rollout_of is not None:
         rollouts = after_rollout_of / "rollouts" / "latest.safetensors"
