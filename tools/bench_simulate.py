@@ -303,10 +303,12 @@ def main() -> int:
         results |= found
         if part != "published":
             missed += [name for name, (p, m) in found.items() if not LOW <= p / m <= HIGH]
-    print(f"{'':<36}{'predicted':>12}{'measured':>12}{'ratio':>8}")
+    title = "published" if only == "published" else "measured"
+    print(f"{'':<36}{'predicted':>12}{title:>12}{'ratio':>8}")
     for name, (predicted, actual) in results.items():
         print(f"{name:<36}{predicted:>12.4g}{actual:>12.4g}{predicted / actual:>8.2f}")
-    print(f"missed: {', '.join(missed)}" if missed else f"within {LOW} to {HIGH}")
+    if only != "published":
+        print(f"missed: {', '.join(missed)}" if missed else f"runs: within {LOW} to {HIGH}")
     print(json.dumps({name: round(p / m, 3) for name, (p, m) in results.items()}))
     return 0
 
