@@ -107,10 +107,13 @@ def _check_sampling(config: Config, path: Path, groups: list[Group]) -> None:
     """The ratio of logprobs of two distributions, such as with and without top_p, is not 1 on
     policy."""
     for trajectory in (t for group in groups for t in group.trajectories):
-        for name, value in (trajectory.sampling or {}).items():
-            ours = getattr(config.rollout, name, value)
-            if value != ours:
+        sampling = trajectory.sampling or {}
+        for name in ("temperature", "top_p", "top_k"):
+            ours = getattr(config.rollout, name)
+            found = sampling.get(name, ours)
+            if found != ours:
                 raise StoreError(
-                    f"{path}: sampled with {name} {value:g}, which rollout.{name} = {ours:g} does "
-                    "not allow: the logprobs of rollout and trainer must be of one distribution"
+                    f"{path}: sampled with {name} {found!s:.20}, which rollout.{name} = {ours:g} "
+                    "does not allow: the logprobs of rollout and trainer must be of one "
+                    "distribution"
                 )

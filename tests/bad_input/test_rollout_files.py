@@ -269,6 +269,21 @@ METADATA = {
     "env_metrics_null": {
         "trajectories": json.dumps([{"stop_reason": "done", "env_metrics": None}] * 4)
     },
+    "sampling_list": {
+        "trajectories": json.dumps(
+            [{"stop_reason": "done", "env_metrics": {}, "sampling": [0.9]}] * 4
+        )
+    },
+    "sampling_text": {
+        "trajectories": json.dumps(
+            [{"stop_reason": "done", "env_metrics": {}, "sampling": {"top_p": "high"}}] * 4
+        )
+    },
+    "sampling_huge": {
+        "trajectories": json.dumps(
+            [{"stop_reason": "done", "env_metrics": {}, "sampling": {"top_k": 10**1000}}] * 4
+        )
+    },
     "trajectories_deep": {"trajectories": "[" * 100_000},
     "env_metrics_deep": {
         "trajectories": '[{"stop_reason": "done", "env_metrics": ' + '{"a":' * 100_000
