@@ -3,8 +3,10 @@
 import asyncio
 import functools
 import json
+import re
 import sys
 import time
+from pathlib import Path
 
 import anthropic
 import numpy as np
@@ -513,3 +515,18 @@ def test_a_missing_command_is_an_error():
     assert trajectory.stop_reason == "env_error" and "cannot be started" in json.dumps(
         trajectory.env_metrics
     )
+
+
+@pytest.mark.parametrize(("reply", "reward"), [("4<|im_end|>", 1.0), ("5<|im_end|>", 0.0)])
+def test_examples_of_the_page(reply, reward):
+    """docs/agents.md"""
+    page = Path("docs/agents.md").read_text()
+    (script,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    trajectory, _, _ = run_agent(CommandProgram(Command(("sh", "-c", script))), reply)
+    assert (trajectory.stop_reason, trajectory.reward) == ("done", reward)
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict = {}
+    exec(source, names)
+    task = {"question": "What is 2 + 2?", "answer": "4"}
+    trajectory, _, _ = run_agent(_in_threads(names["solve"]), reply, task=task)
+    assert (trajectory.stop_reason, trajectory.reward) == ("done", reward)
