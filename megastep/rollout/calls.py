@@ -58,6 +58,15 @@ class ModelCall:
     logprobs: bool = False
     role: str | None = None
 
+    @property
+    def chars(self) -> int:
+        """What is rendered and encoded, roughly."""
+        if self.messages is None:
+            return len(self.prompt) if isinstance(self.prompt, str) else 0
+        texts = sum(len(message["content"]) for message in self.messages)
+        calls = sum(len(str(message.get("tool_calls", ""))) for message in self.messages)
+        return texts + calls + len(str(self.tools))
+
 
 @dataclass
 class Choice:

@@ -14,7 +14,7 @@ trained, or where nobody read them (`untrained` counts the calls by these words)
     sampling                    a penalty, logit bias or another parameter of vLLM
     forced_tool                 the response had to begin with the call of a tool
     role                        agent.roles leaves it out
-    aborted                     the client went away
+    aborted                     the client went away, or the call failed after the sampling
 """
 
 import asyncio
@@ -89,10 +89,18 @@ class Recording:
         """Raises CallError for a call that cannot be answered."""
         self._check_id(max(call.extra.get("logit_bias", [0])), "logit_bias")
         self._check_limits(call)
-        self._begun += call.choices
         rendered = await self._rendered(call)
         self._check_prompt(rendered.ids)
+        self._check_limits(call)  # other calls may have begun in the meantime
+        self._begun += call.choices
         answer_id = secrets.token_hex(12)
+        try:
+            return await self._answer(answer_id, call, rendered)
+        except BaseException:
+            self.drop(answer_id)  # some choices may have been sampled
+            raise
+
+    async def _answer(self, answer_id: str, call: ModelCall, rendered: Rendered) -> Answer:
         names = [answer_id, *(f"{answer_id}/{i}" for i in range(1, call.choices))]
         samples = [asyncio.ensure_future(self._sample(call, rendered, name)) for name in names]
         try:
@@ -130,19 +138,18 @@ class Recording:
         return 2**31 if most is None else most - self._sampled_tokens
 
     async def _rendered(self, call: ModelCall) -> Rendered:
+        """In a thread if it takes long: every other episode shares the event loop."""
         try:
-            if call.messages is None:
-                return self._given_prompt(call)
-            arguments = (call.messages, call.tools, call.forced_tool)
-            chars = sum(len(message["content"]) for message in call.messages)
-            if chars < LONG_CHARS:
-                return self._turns.prompt(*arguments)
+            if call.chars < LONG_CHARS:
+                return self._prompt(call)
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(encoding_thread(), self._turns.prompt, *arguments)
+            return await loop.run_in_executor(encoding_thread(), self._prompt, call)
         except RenderError as error:
             raise bad_request(str(error)) from None
 
-    def _given_prompt(self, call: ModelCall) -> Rendered:
+    def _prompt(self, call: ModelCall) -> Rendered:
+        if call.messages is not None:
+            return self._turns.prompt(call.messages, call.tools, call.forced_tool)
         if isinstance(call.prompt, str):
             rendered = self._turns.text_prompt(call.prompt)
         else:

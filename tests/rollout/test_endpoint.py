@@ -3,8 +3,10 @@
 import asyncio
 import functools
 import json
+import re
 import sys
 import time
+from pathlib import Path
 
 import anthropic
 import numpy as np
@@ -391,6 +393,42 @@ def test_tokens_per_episode():
     assert "agent.max_tokens = 12" in trajectory.env_metrics["error"]
 
 
+def test_choices_of_a_call_that_fails_are_context():
+    """One of two choices is sampled, the other fails: the agent gets an error, and tries again."""
+
+    async def call(task, llm):
+        async with openai_client(llm) as client:
+            given = dict(model=llm.model, messages=[user("?")])
+            with pytest.raises(openai.InternalServerError, match="no engine"):
+                await client.chat.completions.create(n=2, **given)
+            await client.chat.completions.create(**given)
+        return 1.0
+
+    replies = ("ab<|im_end|>", RuntimeError("no engine"), "ab<|im_end|>")
+    trajectory, _, _ = run_agent(call, *replies)
+    assert trajectory.stop_reason == "done", trajectory.env_metrics
+    assert [s.loss_mask.any() for s in trajectory.steps] == [False, True]
+    assert trajectory.env_metrics == {"untrained": {"aborted": 1}}
+
+
+def test_a_rejected_request_is_no_call():
+    """Prompts that are too long do not count against rollout.max_turns."""
+
+    async def call(task, llm):
+        async with openai_client(llm) as client:
+            for _ in range(5):
+                with pytest.raises(openai.BadRequestError, match="context length exceeded"):
+                    await client.chat.completions.create(
+                        model=llm.model, messages=[user("x" * 900)]
+                    )
+            for _ in range(3):
+                await client.chat.completions.create(model=llm.model, messages=[user("?")])
+        return 1.0
+
+    trajectory, _, _ = run_agent(call, limits=FEW)
+    assert trajectory.stop_reason == "done" and len(trajectory.steps) == 3
+
+
 def test_an_engine_failure_is_the_engines():
     trajectory, _, _ = run_agent(flood, "ab<|im_end|>", RuntimeError("no engine"))
     assert trajectory.stop_reason == "engine_error" and len(trajectory.steps) == 1
@@ -477,3 +515,18 @@ def test_a_missing_command_is_an_error():
     assert trajectory.stop_reason == "env_error" and "cannot be started" in json.dumps(
         trajectory.env_metrics
     )
+
+
+@pytest.mark.parametrize(("reply", "reward"), [("4<|im_end|>", 1.0), ("5<|im_end|>", 0.0)])
+def test_examples_of_the_page(reply, reward):
+    """docs/agents.md"""
+    page = Path("docs/agents.md").read_text()
+    (script,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    trajectory, _, _ = run_agent(CommandProgram(Command(("sh", "-c", script))), reply)
+    assert (trajectory.stop_reason, trajectory.reward) == ("done", reward)
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict = {}
+    exec(source, names)
+    task = {"question": "What is 2 + 2?", "answer": "4"}
+    trajectory, _, _ = run_agent(_in_threads(names["solve"]), reply, task=task)
+    assert (trajectory.stop_reason, trajectory.reward) == ("done", reward)
