@@ -27,7 +27,9 @@ from megastep.samples import store
 from megastep.samples.routing import (
     Layout,
     StoredRows,
+    expanded,
     routing_of_groups,
+    run_lengths,
     store_rows,
     tables_of,
 )
@@ -46,8 +48,9 @@ class ClosedGroup:
 
     table: RoutingTable | None = None  # None: no step recorded routing
     references: dict[int, ray.ObjectRef] = field(default_factory=dict)  # of the table
-    # (trajectory, step), by place in the group → row numbers, and a problem of their values
-    rows: dict = field(default_factory=dict)
+    # (trajectory, step), by place in the group → runs of rows, and a problem of their values;
+    # row by row they would exceed the 100 KB up to which Ray sends a result with the reply
+    runs: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     problems: dict[tuple[int, int], str] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)  # trajectories that the keeper does not have
 
@@ -55,9 +58,9 @@ class ClosedGroup:
         if self.table is None:
             return
         self.table.references = self.references
-        for (trajectory, step), rows in self.rows.items():
+        for (trajectory, step), runs in self.runs.items():
             problem = self.problems.get((trajectory, step))
-            routing = StoredRouting(self.table, rows, problem)
+            routing = StoredRouting(self.table, expanded(runs), problem)
             trajectories[trajectory].steps[step].routing = routing
 
 
@@ -85,7 +88,8 @@ class RoutingKeeper:
         self.forget(key)
         if stored is None:
             return ClosedGroup()
-        return ClosedGroup(stored.table, _put(stored), stored.rows, problems)
+        runs = {place: run_lengths(rows) for place, rows in stored.rows.items()}
+        return ClosedGroup(stored.table, _put(stored), runs, problems)
 
     def forget(self, key: GroupKey) -> None:
         self._trajectories.pop(key, None)

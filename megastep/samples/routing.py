@@ -25,9 +25,9 @@ import numpy as np
 from megastep.errors import RolloutError
 from megastep.samples.trie import (
     FoldReport,
+    Owners,
     Tree,
     find_conflicts,
-    find_owners,
     number_variants,
 )
 from megastep.samples.validation import routing_problems, unrecorded
@@ -118,7 +118,8 @@ class _Distinct:
     def __init__(self, samples: list[Sample]):
         tree = Tree(samples)
         position = tree.positions()
-        owner = find_owners(samples, tree, len(position))
+        owners = Owners(samples, tree, position)
+        owner = owners.owner
         recorded = owner >= 0
         self.owned = int(np.count_nonzero(recorded))  # rows of owners
         row_of_token = np.cumsum(recorded, dtype=np.int32) - 1
@@ -133,7 +134,7 @@ class _Distinct:
             runs = tree.runs(i, sample.step.routing_start, sample.step.routing_end)
             pieces = [row_of_token[token : token + length] for token, _, length in runs]
             self.rows.append(np.concatenate(pieces) if pieces else row_of_token[:0])
-        self._add_conflicting(find_conflicts(samples, tree, position, owner, FoldReport()))
+        self._add_conflicting(find_conflicts(samples, tree, owners, FoldReport()))
 
     def _add_conflicting(self, conflicts: list) -> None:
         if not conflicts:
@@ -211,6 +212,26 @@ def _source_runs(source: np.ndarray, index: np.ndarray) -> list[tuple[int, int, 
     start = np.append(0, np.flatnonzero(begins) + 1)
     columns = start, np.append(start[1:], len(source)), source[start], index[start]
     return list(zip(*(column.tolist() for column in columns)))
+
+
+def run_lengths(rows: np.ndarray) -> np.ndarray:
+    """[m, 2] i32: runs of consecutive rows, as (first row, number of rows).
+
+    >>> run_lengths(np.array([0, 1, 2, 7, 8])).tolist()
+    [[0, 3], [7, 2]]
+    """
+    start = np.append(0, np.flatnonzero(np.diff(rows) != 1) + 1)[: len(rows)]
+    length = np.diff(np.append(start, len(rows)))
+    return np.stack([rows[start], length], axis=1).astype(np.int32)
+
+
+def expanded(runs: np.ndarray) -> np.ndarray:
+    """[n] i32: the rows of `run_lengths`."""
+    if len(runs) == 1:  # the usual case
+        return np.arange(runs[0, 0], runs[0].sum(), dtype=np.int32)
+    first, length = runs.T
+    begin = np.cumsum(length, dtype=np.int32) - length
+    return np.arange(length.sum(), dtype=np.int32) + np.repeat(first - begin, length)
 
 
 def drop_routing(trajectory: Trajectory) -> Trajectory:

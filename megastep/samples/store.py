@@ -253,7 +253,9 @@ def _trajectory_json(trajectory: Trajectory) -> str:
         raise StoreError(f"{where}: env_metrics must hold JSON values ({error})") from None
 
 
-def _columns(groups: list[Group], get: Callable[[list], list[np.ndarray]]) -> dict[str, _Column]:
+def _columns(
+    groups: list[Group], get: Callable[[list], list[np.ndarray]] = list
+) -> dict[str, _Column]:
     trajectories = [t for g in groups for t in g.trajectories]
     steps = [s for t in trajectories for s in t.steps]
     shared, new_ids = _prompts(trajectories)

@@ -109,13 +109,13 @@ def _build(samples: list[Sample], rows: "_LossRows", on_conflict: str, report: F
     trie = tree.trie(rows)
     if all(sample.step.routing is None for sample in samples):
         return trie
-    owner = find_owners(samples, tree, len(trie))
-    conflicts = find_conflicts(samples, tree, trie.position, owner, report)
+    owners = Owners(samples, tree, trie.position)
+    conflicts = find_conflicts(samples, tree, owners, report)
     if conflicts and on_conflict == "split":
         tree.split_conflicts(samples, conflicts)
         trie = tree.trie(rows)
-        owner = find_owners(samples, tree, len(trie))
-    trie.routes = _routes(samples, trie, owner)
+        owners = Owners(samples, tree, trie.position)
+    trie.routes = _routes(samples, trie, owners)
     return trie
 
 
@@ -359,7 +359,7 @@ def _logprobs(sample: Sample) -> np.ndarray:
 # ---------------------------------------------------------------- routing
 
 
-def find_owners(samples: list[Sample], tree: Tree, tokens: int) -> np.ndarray:
+def _find_owners(samples: list[Sample], tree: Tree, tokens: int) -> np.ndarray:
     """[token] the sample whose routing it takes; -1 where no step recorded any.
 
         sample 0   prompt [A]          response [B C]    recorded A B; C was never forwarded
@@ -385,18 +385,33 @@ def find_owners(samples: list[Sample], tree: Tree, tokens: int) -> np.ndarray:
     return owner
 
 
-def _routes(samples: list[Sample], trie: Trie, owner: np.ndarray) -> Routes:
+class Owners:
+    """The owner of each token, and the runs of consecutive tokens on one path with one owner."""
+
+    def __init__(self, samples: list[Sample], tree: Tree, position: np.ndarray):
+        self.owner = _find_owners(samples, tree, len(position))  # [token]
+        # Only where a node begins can a path end.
+        nodes = np.array(tree.at[1:], np.int64)
+        nodes = nodes[nodes > 0]
+        breaks = nodes[position[nodes] != position[nodes - 1] + 1]
+        changes = np.flatnonzero(self.owner[1:] != self.owner[:-1]) + 1
+        # [run] its first token, and the first one after it
+        self.start = np.union1d(np.append(0, breaks), changes)
+        self.stop = np.append(self.start[1:], len(position))
+
+
+def _routes(samples: list[Sample], trie: Trie, owners: Owners) -> Routes:
     """Views of the recorded routing, one per run of tokens on one path with one owner.
 
-    The example of `find_owners` gives start = [0, 2]; E, without an owner, is in no run:
+    The example of `_find_owners` gives start = [0, 2]; E, without an owner, is in no run:
 
         A B      tokens 0 and 1    rows[0] = routing[0:2] of sample 0
         C O D    tokens 2 to 4     rows[1] = routing[2:5] of sample 1
     """
-    run_start, run_stop = _owner_runs(owner, trie.position)
-    recorded = owner[run_start] >= 0
-    start = run_start[recorded]
-    length = run_stop[recorded] - start
+    owner = owners.owner
+    recorded = owner[owners.start] >= 0
+    start = owners.start[recorded]
+    length = owners.stop[recorded] - start
     rows = []
     for i, position, tokens in zip(
         owner[start].tolist(), trie.position[start].tolist(), length.tolist()
@@ -413,14 +428,6 @@ def _recorded(step: Step, position: int, tokens: int) -> Routing:
     return step.routing[row : row + tokens]
 
 
-def _owner_runs(owner: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and stops of the runs of consecutive tokens on one path with one owner."""
-    begins = np.ones(len(owner), bool)
-    begins[1:] = (owner[1:] != owner[:-1]) | (position[1:] != position[:-1] + 1)
-    start = np.flatnonzero(begins)
-    return start, np.append(start[1:], len(owner))
-
-
 @dataclass
 class Conflict:
     """Tokens for which a sample recorded other experts than their owner."""
@@ -431,13 +438,10 @@ class Conflict:
 
 
 def find_conflicts(
-    samples: list[Sample],
-    tree: Tree,
-    trie_position: np.ndarray,
-    owner: np.ndarray,
-    report: FoldReport,
+    samples: list[Sample], tree: Tree, owners: Owners, report: FoldReport
 ) -> list[Conflict]:
-    run_starts, run_stops = (bounds.tolist() for bounds in _owner_runs(owner, trie_position))
+    owner = owners.owner
+    run_starts, run_stops = (bounds.tolist() for bounds in (owners.start, owners.stop))
     conflicts = []
     for i, sample in enumerate(samples):
         step = sample.step

@@ -162,7 +162,7 @@ def _step_problems(step: Step) -> list[str]:
     problems += _version_problems(step)
     if step.finish not in list(FinishReason):
         problems.append(f"finish is {step.finish!r}; one of {', '.join(FinishReason)} is needed")
-    if step.routing is not None:
+    if isinstance(step.routing, np.ndarray):  # else checked before it was stored
         problems += routing_problems(step, step.routing)
     return problems
 

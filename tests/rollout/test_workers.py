@@ -74,11 +74,13 @@ def hashed_routing(tokens: np.ndarray, start: int) -> np.ndarray:
     return np.stack([first, (first + 3) % 8], axis=-1).astype(np.uint8)
 
 
-MARK = bytes([0xC9, 0x5A, 0xA7, 0x3E])  # a row of routing
+# A row of routing. Between the buffers of an object are up to 63 bytes that others have used.
+MARK = bytes(range(100, 164))
 
 
 def marked_routing(tokens: np.ndarray, start: int) -> np.ndarray:
-    return np.tile(np.frombuffer(MARK, np.uint8), len(tokens)).reshape(-1, LAYERS, TOP_K)
+    row = np.frombuffer(MARK, np.uint8).reshape(LAYERS, -1)
+    return np.tile(row, (len(tokens), 1, 1))
 
 
 @pytest.fixture
@@ -303,9 +305,11 @@ def test_x11_no_byte_of_routing_passes_through_the_driver(make, driver_bytes, tm
         ray.put(batches)
         write_rollouts(tmp_path / "file", groups)
         rows[count] = sum(passed.count(MARK) for passed in driver_bytes)
-    assert rows[0] > 1000 and rows[2] == 0
+    assert rows[0] > 500 and rows[2] == 0
     written = store.read(tmp_path / "file")
-    assert sum(step.routing.tobytes().count(MARK) for g in written for step in steps_of(g)) > 1000
+    assert {step.routing.tobytes() for g in written for step in steps_of(g)} == {
+        len(step.routing) * MARK for g in groups for step in steps_of(g)
+    }
 
 
 def steps_of(group) -> list:

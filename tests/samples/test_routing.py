@@ -11,10 +11,12 @@ from megastep.errors import RolloutError
 from megastep.samples import packing
 from megastep.samples.routing import (
     Layout,
+    expanded,
     fetch,
     release,
     routing_of_batches,
     routing_of_groups,
+    run_lengths,
     store_rows,
     tables_of,
 )
@@ -198,6 +200,13 @@ def test_experts_above_127_are_gathered_as_wider_numbers():
     routes = Routes(np.array([0], np.int32), [routing], (LAYERS, TOP_K))
     assert routes.gather(3, slice(0, 1)).dtype == np.int8
     assert routes.gather(3).dtype == np.int16 and routes.gather(3)[1, 1].tolist() == [200, 200]
+
+
+@pytest.mark.parametrize("rows", [[], [3], [0, 1, 2, 7, 8], [5, 4, 3], [2, 2]])
+def test_rows_as_runs(rows):
+    runs = run_lengths(np.array(rows, np.int32))
+    assert expanded(runs).tolist() == rows and expanded(runs).dtype == np.int32
+    assert len(runs) == sum(a != b + 1 for a, b in zip(rows[1:], rows)) + bool(rows)
 
 
 def test_a_group_without_routing_stores_nothing():
