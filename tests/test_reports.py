@@ -1,7 +1,7 @@
 """X19: silent bugs that users of other trainers reported, each with its scenario on this trainer.
 
 Each docstring has what happened there, then what is checked here; docs/reports.md is the list, with
-the reasons. The tests of weight sync are in tests/sync/test_vllm.py, where an engine runs.
+the reasons. Those of weight sync are in tests/sync/test_receiver.py.
 """
 
 import asyncio
@@ -394,7 +394,7 @@ def test_every_report_is_on_the_page_with_its_tests():
     """Each row has tests, each test of this requirement a row that names its report."""
     text = Path("docs/reports.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| [")]
-    sources = [Path(__file__), Path("tests/sync/test_vllm.py")]
+    sources = [Path(__file__), Path("tests/sync/test_receiver.py")]
     named = {
         name for file in sources for name in re.findall(r"def (test_x19\w+)", file.read_text())
     }
