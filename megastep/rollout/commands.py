@@ -45,6 +45,8 @@ LINE_BYTES = 1 << 20  # of the result
 ERROR_BYTES = 16_384  # of stderr that are kept
 ERROR_CHARS = 600  # of stderr in the reason of a failure
 
+# The command begins when the watchdog knows its group; it never does if this process ends before.
+_GATE = 'read -r go || exit 1; exec "$@"'
 _WATCHDOG = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -70,7 +72,7 @@ class Command:
         """The result; raises EnvError for a program that fails or writes none."""
         process = await self._start(variables)
         _watchdog().add(process.group)
-        text = json.dumps(task, default=str).encode() + b"\n"
+        text = b"\n" + json.dumps(task, default=str).encode() + b"\n"  # the first line: _GATE
         out = _Tail(process.stdout, LINE_BYTES)
         err = _Tail(process.stderr, ERROR_BYTES)
         works = (_feed(process.stdin, text), out.read(), err.read())
@@ -98,7 +100,7 @@ class Command:
         try:
             _, process = await loop.subprocess_exec(
                 lambda: _Process(limit=1 << 16, loop=loop),
-                *self.arguments,
+                *("/bin/sh", "-c", _GATE, "sh", *self.arguments),
                 env=inherited | named | variables,
                 start_new_session=True,
             )

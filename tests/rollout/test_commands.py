@@ -89,3 +89,19 @@ def test_commands_end_with_the_process_that_started_them(tmp_path, number):
     os.kill(worker.pid, number)
     worker.wait(10)
     wait_for(lambda: not any(map(is_alive, pids)), 10)
+
+
+KILLED = """
+import os, signal
+from megastep.rollout import commands
+commands._Watchdog.add = lambda self, group: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_command_does_not_begin_before_the_watchdog_knows_it(tmp_path):
+    """The process that starts it is killed in between."""
+    path = tmp_path / "pids"
+    command = [sys.executable, "-c", KILLED + WORKER, *family(path, "time.sleep(600)")]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    time.sleep(1)
+    assert not path.exists()
