@@ -292,11 +292,9 @@ def measure(stages: int, rounds: int) -> Result:
         workers.close()
     for rank in ranks:
         ray.kill(rank)
-    print(
-        f"other bytes of the driver: {counted.total / 1e6:.1f} MB; {warm.copied_bytes=}; {added_s}"
-    )
     gb = warm.stored_bytes / 1e9
-    return Result(counted.routing, ratio, max(min(added_s), 0.0) / gb, gb)
+    driver_bytes = counted.routing + warm.copied_bytes
+    return Result(driver_bytes, ratio, max(min(added_s), 0.0) / gb, gb)
 
 
 def main() -> int:

@@ -72,7 +72,7 @@ def store_rows(trajectories: list[Trajectory], layout: Layout) -> StoredRows | N
     if not places:
         return None
     samples = [Sample(trajectories[t].steps[s], 0, t, 0.0, 0.0) for t, s in places]
-    _check(trajectories, samples)
+    _check(trajectories, samples, sum(map(len, layout.stages)))
     distinct = _Distinct(samples)
     part = _parts(distinct, samples, layout)
     order = np.argsort(part, kind="stable").astype(np.int32)
@@ -91,7 +91,7 @@ def store_rows(trajectories: list[Trajectory], layout: Layout) -> StoredRows | N
     return StoredRows(table, rows, _objects(table, distinct, order))
 
 
-def _check(trajectories: list[Trajectory], samples: list[Sample]) -> None:
+def _check(trajectories: list[Trajectory], samples: list[Sample], layers: int) -> None:
     """The shapes that numbering relies on; `validate` checks what is trained."""
     problems = []
     shapes = set()
@@ -102,6 +102,9 @@ def _check(trajectories: list[Trajectory], samples: list[Sample]) -> None:
         where = f"group {trajectory.group_id}, trajectory {trajectory.index}, step {step.index}"
         problems += [f"{where}: {problem}" for problem in routing_problems(step, step.routing)]
         shapes.add((*step.routing.shape[1:], str(step.routing.dtype)))
+        if step.routing.shape[1] != layers:
+            found = step.routing.shape[1]
+            problems.append(f"{where}: routing of {found} layers, the model has {layers}")
     if len(shapes) > 1:
         problems.append(f"routing: one shape and dtype per group, found {sorted(shapes)}")
     for trajectory in trajectories:

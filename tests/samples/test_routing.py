@@ -222,6 +222,8 @@ def test_routing_that_cannot_be_numbered_is_an_error():
     group.trajectories[1].steps[0].routing = np.zeros((3, LAYERS, 3), np.uint8)
     with pytest.raises(RolloutError, match="one shape and dtype per group"):
         store_rows(group.trajectories, Layout(STAGES))
+    with pytest.raises(RolloutError, match="step 0: routing of 2 layers, the model has 3"):
+        store_rows(group.trajectories[:1], Layout([(0,), (1, 2)]))
 
 
 def test_s10_validation_reports_what_was_found_before_storing():
