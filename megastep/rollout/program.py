@@ -274,7 +274,14 @@ def _trajectory(recording: Recording, end: _End) -> Trajectory:
     metrics = end.outcome.metrics | recording.metrics()
     if end.error is not None:
         metrics["error"] = end.error
-    return Trajectory(recording.group_id, recording.index, steps, end.stop_reason, metrics)
+    return Trajectory(
+        recording.group_id,
+        recording.index,
+        steps,
+        end.stop_reason,
+        metrics,
+        sampling=recording.model.sampling.distribution,
+    )
 
 
 def _reach_directly(host: str) -> None:

@@ -158,11 +158,12 @@ class SimulatedPool(Pool):
     concurrency: int
     routers: list[Router]
     episodes: Episodes
+    label: str = "train"
 
     async def run_episode(self, prompt: Any, index: int) -> SimulatedTrajectory:
         episode = self.episodes.episode(prompt.id, index)
         router = self.routers[prompt.id % len(self.routers)]
-        session = Session(f"train/{prompt.id}", index)
+        session = Session(f"{self.label}/{prompt.id}", index)
         steps: list[Step] = []
         stop = StopReason.DONE
         for number, turn in enumerate(episode.turns):

@@ -13,7 +13,7 @@ from ray.exceptions import (
 
 from megastep.errors import PolicyLost, TrainingError
 from megastep.policy import actor
-from megastep.policy.actor import Policy
+from megastep.policy.actor import Policy, RankPlace
 
 
 class Rank:
@@ -55,7 +55,7 @@ def fake_ray(monkeypatch):
 @pytest.fixture
 def policy() -> Policy:
     made = Policy([Rank(0), Rank(1)])
-    made.data_ranks = [0, 1]
+    made.places = [RankPlace(0, 0), RankPlace(1, 0)]
     return made
 
 

@@ -97,6 +97,7 @@ def test_an_agent_and_an_environment_record_the_same_steps(mode, kind):
     by_env = asyncio.run(agent.run_episode(lambda: Chase(row), 4, 2, Session("test/4", 2)))
     assert by_agent.stop_reason == by_env.stop_reason == "done"
     assert by_agent.env_metrics == by_env.env_metrics == {"success": False}
+    assert by_agent.sampling == by_env.sampling is not None
     assert len(by_agent.steps) == len(by_env.steps) == 3
     for one, other in zip(by_agent.steps, by_env.steps):
         assert (one.index, one.last, one.reward, one.finish) == (
