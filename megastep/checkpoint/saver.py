@@ -72,9 +72,11 @@ def _start_results_helper() -> None:
 
     Ours exits with its rank if that is killed. It is forked, as Megatron's writers are: spawned, it
     would import torch once more. A fork keeps the pages that its parent later overwrites: it must
-    precede the model, or weights and optimizer state stay in memory twice.
+    precede the model, or weights and optimizer state stay in memory twice. A daemonic process may
+    have no children: there a save fails, and nothing else.
     """
-    if filesystem_async._results_queue is None:
+    is_daemonic = multiprocessing.current_process().daemon
+    if filesystem_async._results_queue is None and not is_daemonic:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))
         manager.start(initializer=end_with_parent)
         filesystem_async._results_queue = manager.Queue()
