@@ -361,7 +361,8 @@ def test_s10_invalid_routing_is_found_by_the_keeper_and_reported_by_the_driver(m
     _, experts = model_limits(load("configs/chase.yaml", GIVEN))
     with pytest.raises(RolloutError, match="trajectory 0, step 1: token .* has one expert twice"):
         validate([group], experts=experts)
-    trajectory.steps[1].loss_mask[:] = False
+    untrained = np.zeros_like(trajectory.steps[1].loss_mask)
+    trajectory.steps[1].loss_mask = untrained
     validate([group], experts=experts)
 
 
