@@ -223,14 +223,18 @@ class Roofline:
         return 0.0
 
     def sync(self) -> float:
-        """Weights gathered from all ranks, then broadcast from rank 0 or handed to the engine of
-        the same GPU; engines load tensor by tensor."""
-        size = self.plan.sync_bytes
-        gather_speed, _ = self._link(self.config.policy.ranks)
-        seconds = size / gather_speed + self.shape.tensors * self.hardware.tensor_s
-        if not self.config.cluster.colocate:
-            seconds += size / (self.hardware.network_bytes_s * self.hardware.link_efficiency)
-        return seconds
+        """Disaggregated: from every rank to the workers of the engines, then among these.
+        Colocated: gathered on every rank. Engines load tensor by tensor."""
+        traffic = self.plan.sync_traffic
+        loading = self.shape.tensors * self.hardware.tensor_s
+        if self.config.cluster.colocate:
+            speed, _ = self._link(self.config.policy.ranks)
+            return max(traffic.gathered) / speed + loading
+        workers = self.config.engine.num_engines * self.config.engine.tensor_parallel
+        most = max(*traffic.sent, traffic.by_worker / workers)
+        network = self.hardware.network_bytes_s * self.hardware.link_efficiency
+        speed, _ = self._link(workers)
+        return most / network + traffic.by_worker / speed + loading
 
     def switch(self, what: str) -> float:
         hardware = self.hardware
