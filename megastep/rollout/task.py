@@ -117,19 +117,8 @@ class Task:
         config = self.config
         rollout = config.rollout
         blocking.calls.limit = rollout.env_threads
-        limits = Limits(
-            max_turns=rollout.max_turns,
-            max_prompt_tokens=config.prompt_tokens(read_architecture(config.model.path)),
-            max_response_tokens=rollout.max_response_tokens,
-            env_timeout_s=rollout.env_timeout_s,
-            max_observation_chars=rollout.max_observation_chars,
-        )
-        sampling = Sampling(
-            max_tokens=rollout.max_response_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-        )
+        limits = limits_of(config)
+        sampling = sampling_of(config, settings)
         # Training and evaluation prompts are both numbered from 0: the label separates their seeds.
         seed = f"{label}/{config.train.seed}"
         keeps_routing = label == "train"
@@ -165,6 +154,26 @@ def _environment(config: Config) -> tuple[type[Env], Program | None]:
             f"env.name: must be given; one of {', '.join(sorted(BUILT_IN))}, or module:Class"
         )
     return find_env(config.env.name), None
+
+
+def limits_of(config: Config) -> Limits:
+    rollout = config.rollout
+    return Limits(
+        max_turns=rollout.max_turns,
+        max_prompt_tokens=config.prompt_tokens(read_architecture(config.model.path)),
+        max_response_tokens=rollout.max_response_tokens,
+        env_timeout_s=rollout.env_timeout_s,
+        max_observation_chars=rollout.max_observation_chars,
+    )
+
+
+def sampling_of(config: Config, settings: RolloutConfig | EvalConfig) -> Sampling:
+    return Sampling(
+        max_tokens=config.rollout.max_response_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+    )
 
 
 def answering(

@@ -9,19 +9,18 @@ import contextlib
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megastep import signals
 from megastep.cluster import Cluster
 from megastep.config import Config
 from megastep.errors import OutputError, RunDirError
-from megastep.models.architecture import read_architecture
-from megastep.rollout.agent import Limits
 from megastep.rollout.endpoint import LLM, Endpoint
-from megastep.rollout.generation import Sampling, Session
+from megastep.rollout.generation import Session
 from megastep.rollout.recording import Model, Recording
 from megastep.rollout.renderer import Renderer
-from megastep.rollout.task import answering, check_vocabulary
+from megastep.rollout.task import answering, check_vocabulary, limits_of, sampling_of
 from megastep.samples import store
 from megastep.trainer.collect import checkpoint_of, writable_log
 from megastep.types import Group, StopReason, Trajectory
@@ -70,19 +69,8 @@ def _log(config: Config) -> Path:
 
 
 def _model(config: Config, renderer: Renderer, cluster: Cluster) -> Model:
-    rollout = config.rollout
-    limits = Limits(
-        max_turns=_CALLS,
-        max_prompt_tokens=config.prompt_tokens(read_architecture(config.model.path)),
-        max_response_tokens=rollout.max_response_tokens,
-        env_timeout_s=rollout.env_timeout_s,
-    )
-    sampling = Sampling(
-        max_tokens=rollout.max_response_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-    )
+    limits = replace(limits_of(config), max_turns=_CALLS)
+    sampling = sampling_of(config, config.rollout)
     seed = f"serve/{config.train.seed}"
     return answering(config, renderer, cluster.engines.generate, limits, sampling, seed)
 
@@ -121,6 +109,13 @@ def _write(path: Path, recording: Recording) -> None:
     steps = recording.steps()
     if not steps:
         raise OutputError(f"--record {path}: no call was made, nothing is written")
-    trajectory = Trajectory(0, 0, steps, StopReason.DONE, recording.metrics())
+    trajectory = Trajectory(
+        0,
+        0,
+        steps,
+        StopReason.DONE,
+        recording.metrics(),
+        sampling=recording.model.sampling.distribution,
+    )
     store.write(path, [Group(0, [trajectory])])
     print(f"{path}: {len(steps)} calls written; report: megastep view {path}")

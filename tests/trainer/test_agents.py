@@ -148,3 +148,4 @@ def test_a_checkpoint_is_served_and_its_calls_are_recorded(trained, tmp_path):
     ((trajectory,),) = [group.trajectories for group in store.read(out)]
     assert len(trajectory.steps) == 2
     assert trajectory.steps[0].versions[:, 0].tolist() == [2]  # of the checkpoint, two steps
+    assert trajectory.sampling is not None and trajectory.sampling["temperature"] == 1
