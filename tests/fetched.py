@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-FETCHED = ("arithmetic", "search", "sql")
+FETCHED = ("arithmetic", "reasoning_gym", "search", "sql", "textarena")
 
 
 def shape_overrides(config: str | Path) -> list[str]:

@@ -4,7 +4,8 @@ The other ranks wait for rank 0 meanwhile, in collective calls that end the run 
 RANKS_TIMEOUT_S. So the waits between two such calls have a common limit:
 
     sync.timeout_s                   all waits for engines in a sync
-    + engine.health_timeout_s        until they return from an aborted nccl group
+    + engine.health_timeout_s        until they return from an aborted nccl group; without a group,
+                                     for the other engines after late ones used all of the time
     + engine.health_timeout_s        until they have abandoned that update
 
 which config/checks.py compares with RANKS_TIMEOUT_S.
@@ -35,6 +36,7 @@ class Engines:
     def allow(self, seconds: float) -> None:
         """The time for all waits from here on."""
         self._left_s = seconds
+        self._extra_s = self.settings.health_timeout_s  # for the others, after late engines
 
     def call(self, method: str, *arguments) -> list:
         return self.collect(self.submit(method, *arguments))
@@ -67,6 +69,9 @@ class Engines:
                 deadline = time.monotonic() + self.settings.health_timeout_s
             elif not ended:
                 self._kill(list(waiting.values()))
+                if self.group is None:
+                    deadline = time.monotonic() + self._extra_s
+                    self._extra_s = 0.0
                 break
         self._left_s = max(0.0, deadline - time.monotonic())
         return results

@@ -227,21 +227,24 @@ def test_s9_observations_are_in_prompts_only(collected):
     assert seen == set(answers)
 
 
-def test_s10_routing_is_that_of_the_tokens(collected):
-    mode, model, _, trajectories = collected
-    for trajectory in trajectories:
+def test_s10_routing_is_that_of_the_tokens(tokens, task):
+    """In chat mode: tests/rollout/test_endpoint_vllm.py, and the mismatch of training runs."""
+    model = task[1]
+    for trajectory in [t for group in store.read(tokens[0]) for t in group.trajectories]:
         end = 0
         for step in trajectory.steps:
-            tokens = np.concatenate([step.prompt_ids, step.response_ids])
+            ids = np.concatenate([step.prompt_ids, step.response_ids])
             assert step.routing_end == len(step.prompt_ids) + int(step.loss_mask.sum()) - 1
             recorded = np.sort(step.routing, axis=-1)
-            expected = model.routing[tokens[step.routing_start : step.routing_end]]
+            expected = model.routing[ids[step.routing_start : step.routing_end]]
             assert (recorded == expected).all()
-            if mode == "tokens":
-                assert step.routing_start == end
-            else:
-                assert (step.routing_start > 0) == (step.index > 0)
+            assert step.routing_start == end
             end = step.routing_end
+
+
+def test_an_evaluation_stores_no_routing(chat):
+    trajectories = [t for group in store.read(chat[0]) for t in group.trajectories]
+    assert all(step.routing is None for t in trajectories for step in t.steps)
 
 
 def test_s17_rewards_follow_from_the_database(collected):

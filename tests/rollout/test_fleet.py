@@ -582,7 +582,7 @@ def test_x18_an_engine_that_hangs_in_a_weight_sync_does_not_end_the_run(rollouts
     """sync.timeout_s, on real vLLM: the others serve the new weights, and it restarts."""
     _policy(rollouts, models, tmp_path / "hf")
     rollouts.on_ranks(shake, 6)
-    rollouts.on_ranks(lambda rank: setattr(rank.sender.sync, "timeout_s", 4))
+    rollouts.on_ranks(lambda rank: setattr(rank.sender.config.sync, "timeout_s", 4))
     slot, other = rollouts.fleet.slots
     pid = slot.pid
     vllm = descendants(pid)

@@ -95,7 +95,9 @@ def test_an_evaluation_needs_no_teacher(monkeypatch):
     monkeypatch.setattr(collect, "Cluster", started)
     given = ["loss.type=distill", "loss.teacher=configs/models/chase"]
     with pytest.raises(InterruptedError):
-        collect._generate(load(CHASE, given), None, lambda generate: None, [], Path("log.txt"))
+        collect._generate(
+            load(CHASE, given), None, lambda generate: None, [], Path("log.txt"), Path("out")
+        )
 
 
 def test_a_teacher_without_weights_is_rejected_before_the_start(tmp_path):
